@@ -1,0 +1,1 @@
+"""Raw images to sharded Parquet at each resolution and bit depth."""

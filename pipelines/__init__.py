@@ -1,0 +1,1 @@
+"""Wires data preparation and the networks into one DAG of Ray tasks, tracked with MLflow."""
