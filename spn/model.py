@@ -1,8 +1,26 @@
-"""The Subscale Pixel Network: slice embedder and masked decoder (paper section 3.2, figure 4, table 4)."""
+"""The Subscale Pixel Network: slice embedder and masked decoder (paper section 3.2, figure 4, table 4).
+
+B batch, H W image, S scaling factor (S * S slices), h w slice (h = H/S), V values (2 ** num_bits).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spn.layers import (
+    AttentionStack,
+    GatedPixelCNNLayer,
+    IntensityEmbedding,
+    MaskedLinear,
+    ParameterAttention,
+    ResidualBlock,
+    channel_groups,
+)
+from spn.ordering import image_to_slices, slot_sources
 
 STAGES = ("baseline", "first_slice", "size_upscale", "depth_upscale")
 
@@ -61,3 +79,225 @@ class SPNConfig:
     num_given_bits: int = 0  # more significant bits it is conditioned on (depth upscaling)
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
     embedder: EmbedderConfig | None = None  # None: decoder alone (baseline, first_slice)
+
+    def __post_init__(self) -> None:
+        if not self.stage.startswith(STAGES):
+            raise ValueError(f"stage is {self.stage!r}; it must be one of {', '.join(STAGES)}")
+        _positive(self, "image_size", "scaling_factor", "num_bits")
+        if self.image_size % self.scaling_factor:
+            raise ValueError(f"image_size is {self.image_size}; scaling_factor {self.scaling_factor} does not divide it")
+        if self.num_given_bits < 0 or self.num_given_bits + self.num_bits > 8:
+            total = f"{self.num_given_bits} given + {self.num_bits} generated"
+            raise ValueError(f"bits are {total}; together they must be between 1 and 8")
+        if self.num_given_bits and self.embedder is None:
+            raise ValueError("embedder is None; a stage that is given high bits needs one")
+
+    @property
+    def slice_size(self) -> int:
+        return self.image_size // self.scaling_factor
+
+    @property
+    def num_slices(self) -> int:
+        return self.scaling_factor**2
+
+    @property
+    def num_values(self) -> int:
+        return 2**self.num_bits
+
+
+META_UNITS = 8  # units of the meta-position embedding (section 3.2)
+
+
+class SliceEmbedder(nn.Module):
+    """The preceding slices, by position relative to the target, as one feature map s of slice size (figure 4a)."""
+
+    sources: Tensor
+
+    def __init__(self, config: SPNConfig) -> None:
+        super().__init__()
+        assert config.embedder is not None
+        own, num_slices = config.embedder, config.num_slices
+        self.intensity = IntensityEmbedding(num_values=config.num_values)
+        self.given_intensity = None
+        channels = slot_sources(config.scaling_factor).shape[1] * 24 + META_UNITS
+        if config.num_given_bits:
+            self.given_intensity = IntensityEmbedding(num_values=2**config.num_given_bits)
+            # All high-bit slices in absolute order, and the target's own once more in channels of its own.
+            channels += (num_slices + 1) * 24
+        self.meta_position = nn.Embedding(num_slices, META_UNITS)
+        device = self.meta_position.weight.device
+        self.register_buffer("sources", slot_sources(config.scaling_factor).to(device), persistent=False)
+        self.attention = AttentionStack(
+            in_channels=channels,
+            length=config.slice_size**2,
+            num_layers=own.num_attn_layers,
+            num_heads=own.num_attn_heads,
+            head_dim=own.attn_head_dim,
+            num_rows=own.num_memory_rows,
+            causal=False,
+            dropout=own.dropout,
+        )
+        self.widen = nn.Linear(own.num_attn_heads * own.attn_head_dim, own.residual_channels)
+        self.blocks = nn.ModuleList(
+            ResidualBlock(residual_channels=own.residual_channels, conv_channels=own.conv_channels)
+            for _ in range(own.num_conv_layers)
+        )
+        self.out = nn.Linear(own.residual_channels, own.conv_channels)
+
+    def slot_tensor(self, slices: Tensor, index: Tensor, given: Tensor | None) -> Tensor:
+        """The input of the embedder: slices, given [B, S*S, 3, h, w], index [B] -> [B, h, w, channels]."""
+        batch, _, _, height, width = slices.shape
+        rows = torch.arange(batch, device=slices.device)
+        source = self.sources[index]  # [B, slots]
+        padding = source == self.sources.shape[0]
+        picked = slices[rows[:, None], source.clamp(max=slices.shape[1] - 1)]  # [B, slots, 3, h, w]
+        slots = self.intensity(picked.permute(0, 3, 4, 1, 2))  # [B, h, w, slots, 24]
+        slots = slots.masked_fill(padding[:, None, None, :, None], 0.0)
+        parts = [slots.flatten(3), self.meta_position(index)[:, None, None].expand(-1, height, width, -1)]
+        if self.given_intensity is not None:
+            assert given is not None
+            seen = torch.cat([given, given[rows, index][:, None]], dim=1)  # [B, S*S + 1, 3, h, w]
+            parts.append(self.given_intensity(seen.permute(0, 3, 4, 1, 2)).flatten(3))
+        return torch.cat(parts, dim=-1)
+
+    def forward(self, slices: Tensor, index: Tensor, given: Tensor | None) -> Tensor:
+        """Slices of the values generated so far (later ones are never read) -> s [B, h, w, conv_channels]."""
+        x = self.slot_tensor(slices, index, given)
+        batch, height, width, _ = x.shape
+        x = self.attention(x.flatten(1, 2)).view(batch, height, width, -1)
+        x = self.widen(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(F.relu(x))
+
+
+class Decoder(nn.Module):
+    """Masked 1D self-attention over the target slice, then a Gated PixelCNN conditioned on it and on s (figure 4b)."""
+
+    def __init__(self, config: SPNConfig) -> None:
+        super().__init__()
+        own = config.decoder
+        self.num_values = config.num_values
+        self.intensity = IntensityEmbedding(num_values=config.num_values)
+        attn_width = own.num_attn_heads * own.attn_head_dim
+        self.attention = AttentionStack(
+            in_channels=24,
+            length=config.slice_size**2,
+            num_layers=own.num_attn_layers,
+            num_heads=own.num_attn_heads,
+            head_dim=own.attn_head_dim,
+            num_rows=own.num_memory_rows,
+            causal=True,
+            dropout=own.dropout,
+        )
+        cond_channels = attn_width + (config.embedder.conv_channels if config.embedder else 0)
+        self.layers = nn.ModuleList(
+            GatedPixelCNNLayer(
+                conv_channels=own.conv_channels,
+                residual_channels=own.residual_channels,
+                cond_channels=cond_channels,
+                first_input=self.intensity.groups() if i == 0 else None,
+            )
+            for i in range(own.num_layers)
+        )
+        self.head = MaskedLinear(channel_groups(3 * config.num_values), channel_groups(own.residual_channels))
+
+    def forward(self, target: Tensor, context: Tensor | None) -> Tensor:
+        """target [B, 3, h, w], context s [B, h, w, channels] or None -> logits [B, 3, V, h, w]."""
+        batch, _, height, width = target.shape
+        pixels = self.intensity(target.permute(0, 2, 3, 1))  # [B, h, w, 24]
+        # Shifted by one pixel in raster order: attention position t reads pixels before t, so it needs no RGB mask.
+        shifted = F.pad(pixels.flatten(1, 2)[:, :-1], (0, 0, 1, 0))
+        cond = self.attention(shifted).view(batch, height, width, -1)
+        if context is not None:
+            cond = torch.cat([cond, context.to(cond.dtype)], dim=-1)
+        x = pixels
+        for layer in self.layers:
+            x = layer(x, cond)
+        logits = self.head(F.relu(x)).view(batch, height, width, 3, self.num_values)
+        return logits.permute(0, 3, 4, 1, 2)
+
+
+class SPN(nn.Module):
+    """One network of the chain: a slice embedder (unless the stage is a decoder alone) and a decoder."""
+
+    def __init__(self, config: SPNConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedder = SliceEmbedder(config) if config.embedder is not None else None
+        self.decoder = Decoder(config)
+        init_weights(self)
+
+    def context(self, image: Tensor, index: Tensor, given: Tensor | None) -> Tensor | None:
+        """The feature map s for target slices `index` [B]; reads only the slices before them. None without embedder."""
+        if self.embedder is None:
+            return None
+        assert (given is None) == (self.config.num_given_bits == 0), "high bits are given exactly to depth upscaling"
+        size = self.config.scaling_factor
+        return self.embedder(
+            image_to_slices(image, size), index, None if given is None else image_to_slices(given, size)
+        )
+
+    def target(self, image: Tensor, index: Tensor) -> Tensor:
+        """The slices `index` [B] of image [B, 3, H, W] -> [B, 3, h, w]."""
+        slices = image_to_slices(image, self.config.scaling_factor)
+        return slices[torch.arange(len(index), device=image.device), index]
+
+    def forward(self, image: Tensor, index: Tensor, given: Tensor | None = None) -> Tensor:
+        """Logits [B, 3, V, h, w] of slice index[b] of image[b], given the slices before it and itself up to each value.
+
+        image [B, 3, H, W] integers 0 .. V-1 (values this stage generates), index [B] number of the target slice,
+        given [B, 3, H, W] the more significant bits (depth upscaling only).
+        """
+        assert image.ndim == 4 and image.shape[1] == 3, image.shape
+        assert image.shape[2] == image.shape[3] == self.config.image_size, image.shape
+        return self.decoder(self.target(image, index), self.context(image, index, given))
+
+
+def nll_nats(logits: Tensor, target: Tensor) -> Tensor:
+    """Negative log-likelihood in nats of each image, summed over its dims: [B, 3, V, h, w], [B, 3, h, w] -> [B].
+
+    Always in float32 or wider, whatever the logits' type.
+    """
+    logits = logits.permute(0, 3, 4, 1, 2)  # the layout the decoder made: values last
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    target = target.permute(0, 2, 3, 1).long()
+    nll = F.cross_entropy(logits.flatten(0, 3), target.flatten(), reduction="none")
+    return nll.view(len(target), -1).sum(1)
+
+
+@torch.no_grad()
+def init_weights(model: SPN) -> None:
+    """Glorot uniform everywhere (Tensor2Tensor's uniform_unit_scaling, fan_avg); biases 0; embeddings N(0, 1).
+
+    Memory rows of parameter attention as Tensor2Tensor has them: keys of variance heads / width, values of 1.
+    Uses torch's default generator: seed it for equal weights.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight)
+        elif isinstance(module, ParameterAttention):
+            nn.init.normal_(module.keys, std=module.keys.shape[-1] ** -0.5)
+            nn.init.normal_(module.values)
+
+
+def parameter_counts(model: SPN) -> dict[str, int]:
+    """Number of parameters by part, and in all ("total")."""
+    parts: dict[str, nn.Module] = {}
+    if model.embedder is not None:
+        parts["embedder_attention"] = model.embedder.attention
+    parts["decoder_attention"] = model.decoder.attention
+    parts["decoder_pixelcnn"] = model.decoder.layers
+    parts["decoder_head"] = model.decoder.head
+    counts = {name: sum(p.numel() for p in module.parameters()) for name, module in parts.items()}
+    if model.embedder is not None:
+        convs = (model.embedder.widen, model.embedder.blocks, model.embedder.out)
+        counts["embedder_convolutions"] = sum(p.numel() for m in convs for p in m.parameters())
+    total = sum(p.numel() for p in model.parameters())
+    counts["intensity_and_position_embeddings"] = total - sum(counts.values())
+    counts["total"] = total
+    return counts

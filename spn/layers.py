@@ -1,0 +1,221 @@
+"""Building blocks that know nothing of slices: RGB-masked 1x1 maps, a gated PixelCNN layer, attention stacks.
+
+Everything is channels-last, so that 1x1 convolutions are matrix products over all positions at once.
+B batch, h w slice, T = h * w positions in raster order, D attention width, C conv channels, R residual channels.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def channel_groups(num_channels: int) -> Tensor:
+    """[num_channels] colour group (0 R, 1 G, 2 B) of each channel: three contiguous groups as even as possible."""
+    sizes = [(num_channels + 2 - g) // 3 for g in range(3)]
+    return torch.repeat_interleave(torch.arange(3), torch.tensor(sizes), output_size=num_channels)
+
+
+def rgb_mask(out_groups: Tensor, in_groups: Tensor, *, strict: bool) -> Tensor:
+    """[out, in] True where an output channel may read an input channel of the *current* pixel.
+
+    strict is PixelCNN's mask A (a group sees only earlier groups), otherwise mask B (earlier groups and its own).
+    """
+    out, inp = out_groups[:, None], in_groups[None, :]
+    return out > inp if strict else out >= inp
+
+
+class MaskedLinear(nn.Linear):
+    """A 1x1 convolution whose weight is masked over RGB groups (van den Oord et al. 2016, PixelRNN section 3.4)."""
+
+    mask: Tensor
+
+    def __init__(self, out_groups: Tensor, in_groups: Tensor, *, strict: bool = False, bias: bool = True) -> None:
+        super().__init__(len(in_groups), len(out_groups), bias=bias)
+        mask = rgb_mask(out_groups, in_groups, strict=strict)
+        self.register_buffer("mask", mask.to(self.weight.device), persistent=False)
+
+    def masked_weight(self) -> Tensor:
+        return self.weight * self.mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.masked_weight(), self.bias)
+
+
+class GatedPixelCNNLayer(nn.Module):
+    """One layer of the conditional Gated PixelCNN (van den Oord et al. 2016b, equation 5), 3x3 receptive field.
+
+    y = tanh(W_f * x + V_f * h) . sigmoid(W_g * x + V_g * h). The vertical stack reads the two rows above without any
+    channel mask, the horizontal stack the pixel to the left and, masked over RGB groups, the pixel itself. The first
+    layer reads the embedded pixel values (mask A) and starts the residual stream; later ones add to it (mask B).
+    """
+
+    def __init__(self, *, conv_channels: int, residual_channels: int, cond_channels: int, first_input: Tensor | None):
+        """first_input: RGB groups of the embedded input channels for the first layer, None for later layers."""
+        super().__init__()
+        stream = channel_groups(residual_channels)
+        half = channel_groups(conv_channels)
+        # Groups are assigned within each half of the gate, so that tanh[k] and sigmoid[k] belong to one group.
+        gate = torch.cat([half, half])
+        self.is_first = first_input is not None
+        local = first_input if first_input is not None else half
+        self.down = None if self.is_first else MaskedLinear(half, stream)
+        self.vertical = nn.Conv2d(len(local), len(gate), kernel_size=(2, 3))
+        # link and cond need no bias of their own: they are added to `current`, which has one.
+        self.link = nn.Linear(len(gate), len(gate), bias=False)
+        self.left = nn.Linear(len(local), len(gate), bias=False)
+        self.current = MaskedLinear(gate, local, strict=self.is_first)
+        self.cond = nn.Linear(cond_channels, len(gate), bias=False)
+        self.up = MaskedLinear(stream, half)
+
+    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
+        """x [B, h, w, R] (first layer: embedded values), cond [B, h, w, K] -> [B, h, w, R]."""
+        a = x if self.down is None else self.down(x)  # [B, h, w, C]
+        rows = F.pad(a, (0, 0, 1, 1, 2, 0))[:, :-1]  # row r of the output reads rows r-2 and r-1
+        vertical = self.vertical(rows.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)  # [B, h, w, 2C]
+        left = F.pad(a, (0, 0, 1, 0))[:, :, :-1]
+        gate = self.current(a) + self.left(left) + self.link(vertical) + self.cond(cond)  # [B, h, w, 2C]
+        f, g = gate.chunk(2, dim=-1)
+        y = self.up(torch.tanh(f) * torch.sigmoid(g))  # [B, h, w, R]
+        return y if self.is_first else x + y
+
+
+def timing_signal(length: int, width: int) -> Tensor:
+    """[T, D] sinusoidal timing signal of Tensor2Tensor: sines, then cosines, of geometric timescales 1 .. 10,000."""
+    assert width % 2 == 0, width
+    position = torch.arange(length, dtype=torch.float64)
+    num = width // 2
+    step = math.log(10_000.0) / max(num - 1, 1)
+    inverse = torch.exp(-step * torch.arange(num, dtype=torch.float64))
+    angle = position[:, None] * inverse[None, :]
+    return torch.cat([angle.sin(), angle.cos()], dim=1).to(torch.float32)
+
+
+class SelfAttention(nn.Module):
+    """Multi-head dot-product attention without biases; causal: position t reads positions up to and with t."""
+
+    def __init__(self, *, width: int, num_heads: int, causal: bool, dropout: float) -> None:
+        super().__init__()
+        self.num_heads, self.causal, self.dropout = num_heads, causal, dropout
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)  # [B, heads, T, d]
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, dropout_p=dropout)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class ParameterAttention(nn.Module):
+    """Tensor2Tensor's `parameter_attention`: each position attends to learned key/value rows, in place of an MLP.
+
+    No mask, no scaling of the logits, no biases. Position-wise, so it cannot leak.
+    """
+
+    def __init__(self, *, width: int, num_heads: int, num_rows: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads, self.dropout = num_heads, dropout
+        self.query = nn.Linear(width, width, bias=False)
+        self.keys = nn.Parameter(torch.empty(num_heads, num_rows, width // num_heads))
+        self.values = nn.Parameter(torch.empty(num_heads, num_rows, width // num_heads))
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        q = self.query(x).reshape(-1, self.num_heads, self.keys.shape[-1]).transpose(0, 1)  # [heads, positions, d]
+        values = self.values
+        if self.training and self.dropout > 0:  # whole memory rows, one decision for all positions
+            values = values * F.dropout(torch.ones_like(values[..., :1]), self.dropout)
+        y = F.scaled_dot_product_attention(q[None], self.keys[None].to(q.dtype), values[None].to(q.dtype), scale=1.0)
+        return self.out(y[0].transpose(0, 1).reshape(x.shape))
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm residual self-attention, then pre-norm residual parameter attention (Tensor2Tensor's order)."""
+
+    def __init__(self, *, width: int, num_heads: int, num_rows: int, causal: bool, dropout: float) -> None:
+        super().__init__()
+        self.attn_norm = nn.LayerNorm(width, eps=1e-6)
+        self.attn = SelfAttention(width=width, num_heads=num_heads, causal=causal, dropout=dropout)
+        self.memory_norm = nn.LayerNorm(width, eps=1e-6)
+        self.memory = ParameterAttention(width=width, num_heads=num_heads, num_rows=num_rows, dropout=dropout)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attn(self.attn_norm(x)))
+        return x + self.dropout(self.memory(self.memory_norm(x)))
+
+
+class AttentionStack(nn.Module):
+    """1D attention over a slice in raster order: timing signal, layers, final norm; [B, T, in] -> [B, T, D]."""
+
+    timing: Tensor
+
+    def __init__(
+        self,
+        *,
+        in_channels: int,
+        length: int,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        num_rows: int,
+        causal: bool,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        width = num_heads * head_dim
+        self.project = nn.Linear(in_channels, width)
+        timing = timing_signal(length, width).to(self.project.weight.device)
+        self.register_buffer("timing", timing, persistent=False)
+        self.layers = nn.ModuleList(
+            TransformerLayer(width=width, num_heads=num_heads, num_rows=num_rows, causal=causal, dropout=dropout)
+            for _ in range(num_layers)
+        )
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.project(x)
+        x = x + self.timing.to(x.dtype)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+class ResidualBlock(nn.Module):
+    """Bottleneck of the slice embedder: R -> C (1x1) -> C (3x3) -> R (1x1), a ReLU before each, added to its input."""
+
+    def __init__(self, *, residual_channels: int, conv_channels: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(residual_channels, conv_channels)
+        self.conv = nn.Conv2d(conv_channels, conv_channels, kernel_size=3, padding=1)
+        self.up = nn.Linear(conv_channels, residual_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.down(F.relu(x))).permute(0, 3, 1, 2)  # [B, C, h, w]
+        y = F.relu(self.conv(y)).permute(0, 2, 3, 1)
+        return x + self.up(y)
+
+
+class IntensityEmbedding(nn.Module):
+    """Each intensity embedded in `units` numbers, one table for each colour channel: [..., 3] -> [..., 3 * units]."""
+
+    offset: Tensor
+
+    def __init__(self, *, num_values: int, units: int = 8) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3 * num_values, units)
+        offset = torch.arange(3, device=self.table.weight.device) * num_values
+        self.register_buffer("offset", offset, persistent=False)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.table(values.long() + self.offset).flatten(-2)
+
+    def groups(self) -> Tensor:
+        """RGB group of each embedded channel."""
+        return channel_groups(3 * self.table.embedding_dim)
