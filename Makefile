@@ -1,0 +1,75 @@
+# One line each: `make help`. Everything runs in .venv, which the first target that needs it creates.
+
+PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
+	$$python -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1 \
+	&& command -v $$python && break; done)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_VERSION := $(shell sed -n 's/^torch==//p' .ci/constraints.txt)
+# A user's own choice, e.g. `make demo TORCH=torch==2.13.0` for the CUDA build; empty: what the machine needs.
+TORCH ?=
+RUN ?= runs/demo
+PORT ?= 5000
+ARGS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q
+
+.PHONY: help demo test check lint fast job ui clean
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /|/' | while IFS='|' read -r target text; do \
+		printf '  make %-8s %s\n' "$$target" "$$text"; done
+
+demo: $(INSTALLED) ## the whole pipeline on the built-in photos (ARGS="--dry-run", ARGS="--rerun sample", ...)
+	$(BIN)/python pipelines/full_multidim.py --config demo $(ARGS)
+
+test: $(INSTALLED) ## every test that needs no GPU
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+# In `make check test` the tests run once: as part of `test`.
+check: lint $(if $(filter test,$(MAKECMDGOALS)),,fast job) ## style, import rules, fast tests and one submitted Ray job
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+fast: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+job: $(INSTALLED)
+	$(BIN)/python -m pytest -q tests/pipelines/test_job_submit.py
+
+ui: $(INSTALLED) ## MLflow on this machine's own port 5000 (RUN=runs/demo PORT=5000)
+	@test -f $(RUN)/mlflow.db || { echo "No $(RUN)/mlflow.db: run \`make demo\` first, or name another run folder with RUN=..."; exit 2; }
+	@echo "Open http://127.0.0.1:$(PORT)/?workflowType=machine_learning (Ctrl-C ends it)"
+	MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow server \
+		--backend-store-uri sqlite:///$(abspath $(RUN))/mlflow.db --host 127.0.0.1 --port $(PORT) --workers 1
+
+clean: ## removes .venv and caches; runs/ stays
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	find spn data_prep pipelines tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first: pip would otherwise take the default build, gigabytes of CUDA, on machines without a GPU too.
+# The CPU build is asked for without the extra index at first, so that a wheel at hand is found without a network.
+$(INSTALLED): pyproject.toml .ci/constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 with its venv module was not found (on Debian and Ubuntu:" \
+		"apt install python3-venv). Name one with: make PYTHON=/path/to/python3.12 ..."; exit 2; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "Creating .venv with $(PYTHON)"; \
+		$(PYTHON) -m venv --clear .venv; }
+	@if [ -n "$(TORCH)" ]; then echo "Installing $(TORCH)"; $(PIP) "$(TORCH)"; \
+	elif [ "$$(uname)" = Darwin ] || nvidia-smi -L >/dev/null 2>&1; then \
+		echo "Installing torch $(TORCH_VERSION)"; $(PIP) torch==$(TORCH_VERSION); \
+	else \
+		echo "Installing torch $(TORCH_VERSION), CPU build: this machine has no NVIDIA GPU (200 MB to load)"; \
+		$(PIP) torch==$(TORCH_VERSION)+cpu 2>/dev/null || \
+		$(PIP) torch==$(TORCH_VERSION)+cpu --extra-index-url $(TORCH_INDEX) || { \
+			echo "The CPU build of torch could not be loaded from $(TORCH_INDEX). Name another index with" \
+			"make TORCH_INDEX=..., or take the default build with make TORCH=torch==$(TORCH_VERSION)"; exit 1; }; \
+	fi
+	@echo "Installing the other packages (one to three minutes)"
+	@$(PIP) -c .ci/constraints.txt -e '.[dev]'
+	@touch $@
