@@ -1,0 +1,266 @@
+"""Bytes to training pixels: decode, crop, resize, reduce depth. Pure functions on arrays.
+
+The `tf` profile equals TensorFlow's default operations bit for bit (JPEG with the fast integer DCT, ResizeArea,
+cast to uint8), so that numbers compare with data sets that were made with them.
+
+Shapes: H W image, C colour channels (3), R side of a training image. Arrays are (H, W, C).
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from dataclasses import dataclass
+
+import numpy as np
+import simplejpeg
+from PIL import Image, UnidentifiedImageError
+
+MAX_PIXELS = 100_000_000  # of one source image; checked in the header, before memory is taken
+
+# One bit each in the `flags` column. Append only: old data sets keep their meaning.
+CONVERSIONS = (
+    "gray_to_rgb",
+    "palette",
+    "alpha_dropped",
+    "bit_depth_16",
+    "cmyk",
+    "exif_orientation_ignored",
+    "jpeg_warning",
+    "trailing_bytes",
+    "upscaled",
+)
+
+_PILLOW_FORMATS = ("PNG", "GIF", "BMP", "WEBP")
+_JPEG_MAGIC = b"\xff\xd8\xff"
+_PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+_TIFF_MAGIC = (b"II*\x00", b"MM\x00*")
+_EXIF_ORIENTATION = 0x0112
+
+
+class UnusableImage(Exception):
+    """An image that must go to quarantine. `reason` is a stable code, `message` is for people."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(f"{reason}: {message}")
+        self.reason = reason
+        self.message = message
+
+    def __reduce__(self) -> tuple:
+        return UnusableImage, (self.reason, self.message)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    pixels: np.ndarray  # (H, W, 3) uint8
+    conversions: tuple[str, ...]  # of CONVERSIONS, what was done beyond plain decoding
+
+
+def decode(data: bytes, *, profile: str) -> Decoded:
+    """Decodes an encoded image by its content, whatever its name says. EXIF orientation is ignored, as TensorFlow
+    does. Raises UnusableImage: empty, not_an_image, unsupported_format, decompression_bomb, truncated, corrupt_data,
+    animated."""
+    if not data:
+        raise UnusableImage("empty", "the file has 0 bytes")
+    if data.startswith(_JPEG_MAGIC):
+        return _decode_jpeg(data, profile=profile)
+    with _open(data) as image:
+        if getattr(image, "n_frames", 1) > 1:
+            raise UnusableImage("animated", f"{image.format} with {image.n_frames} frames")
+        pixels, conversions = _to_rgb(image, sixteen_bit=data.startswith(_PNG_MAGIC) and data[24] == 16)
+        return Decoded(pixels, tuple(conversions))
+
+
+def header_size(data: bytes) -> tuple[int, int]:
+    """(height, width) in pixels from the header alone. Raises UnusableImage."""
+    if not data:
+        raise UnusableImage("empty", "the file has 0 bytes")
+    if data.startswith(_JPEG_MAGIC):
+        return _jpeg_header(data)[:2]
+    with _open(data) as image:
+        return image.height, image.width
+
+
+def _jpeg_header(data: bytes) -> tuple[int, int, str]:
+    try:
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError as error:
+        raise UnusableImage("truncated", f"JPEG header: {error}") from None
+    _refuse_bomb(height, width)
+    return height, width, colorspace
+
+
+def _decode_jpeg(data: bytes, *, profile: str) -> Decoded:
+    _, _, colorspace = _jpeg_header(data)
+    conversions: list[str] = []
+    if colorspace in ("CMYK", "YCCK"):
+        # libjpeg-turbo does not invert the values that Adobe's writers store inverted; Pillow does.
+        with _open(data) as image:
+            pixels, conversions = _to_rgb(image)
+    else:
+        options = dict(colorspace="RGB", fastdct=profile == "tf", fastupsample=False)
+        try:
+            pixels = simplejpeg.decode_jpeg(data, **options)
+        except ValueError as error:
+            # "Premature end" means that pixels are missing. Other recoverable errors are damaged pixels, which
+            # TensorFlow and Pillow accept without a word: accepted here too, so that counts agree, but flagged.
+            if "premature" in str(error).lower():
+                raise UnusableImage("truncated", str(error)) from None
+            try:
+                pixels = simplejpeg.decode_jpeg(data, strict=False, **options)
+            except ValueError as fatal:
+                raise UnusableImage("corrupt_data", str(fatal)) from None
+            conversions.append("jpeg_warning")
+        if colorspace == "Gray":
+            conversions.append("gray_to_rgb")
+    if b"Exif\x00\x00" in data[:65536] and _exif_orientation(data) not in (0, 1):
+        conversions.append("exif_orientation_ignored")
+    if not data.endswith(b"\xff\xd9"):
+        conversions.append("trailing_bytes")
+    return Decoded(pixels, tuple(conversions))
+
+
+def _exif_orientation(data: bytes) -> int:
+    try:
+        with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
+            return int(image.getexif().get(_EXIF_ORIENTATION, 1))
+    except Exception:  # broken metadata harms no pixel
+        return 1
+
+
+def _open(data: bytes) -> Image.Image:
+    try:
+        image = Image.open(io.BytesIO(data), formats=(*_PILLOW_FORMATS, "JPEG"))
+    except Image.DecompressionBombError as error:
+        raise UnusableImage("decompression_bomb", str(error)) from None
+    except UnidentifiedImageError:
+        if data.startswith(_TIFF_MAGIC):
+            raise UnusableImage("unsupported_format", "TIFF") from None
+        raise UnusableImage("not_an_image", f"starts with {data[:16]!r}") from None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UnusableImage("corrupt_data", str(error)) from None
+    _refuse_bomb(image.height, image.width)
+    return image
+
+
+def _refuse_bomb(height: int, width: int) -> None:
+    if height * width > MAX_PIXELS:
+        raise UnusableImage("decompression_bomb", f"header says {width}x{height}, more than {MAX_PIXELS} pixels")
+
+
+def _to_rgb(image: Image.Image, *, sixteen_bit: bool = False) -> tuple[np.ndarray, list[str]]:
+    conversions = ["bit_depth_16"] if sixteen_bit else []
+    try:
+        image.load()
+    except (OSError, SyntaxError, ValueError, EOFError) as error:
+        reason = "truncated" if "truncated" in str(error) else "corrupt_data"
+        raise UnusableImage(reason, str(error)) from None
+    mode = image.mode
+    if mode.startswith("I;16"):
+        # Pillow's own conversion from 16 bits clips in some versions; the high byte is what libpng keeps.
+        gray = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
+        return np.repeat(gray[:, :, None], 3, axis=2), [*conversions, "gray_to_rgb"]
+    if mode in ("I", "F"):
+        raise UnusableImage("unsupported_format", f"{image.format} of mode {mode}")
+    if mode == "P":
+        conversions.append("palette")
+        if "transparency" in image.info:
+            image, mode = image.convert("RGBA"), "RGBA"
+    if mode in ("1", "L", "LA"):
+        conversions.append("gray_to_rgb")
+    if mode in ("LA", "PA", "RGBA", "La", "RGBa"):
+        conversions.append("alpha_dropped")  # dropped, not composited on a background: as TensorFlow does
+    if mode == "CMYK":
+        conversions.append("cmyk")
+    if image.mode != "RGB":
+        image = image.convert("RGB")
+    return np.asarray(image), conversions
+
+
+def center_crop(pixels: np.ndarray) -> np.ndarray:
+    """The central square of the short side: (H, W, C) -> (min, min, C), a view."""
+    height, width = pixels.shape[:2]
+    side = min(height, width)
+    top, left = (height - side) // 2, (width - side) // 2
+    return pixels[top : top + side, left : left + side]
+
+
+def tile_origins(height: int, width: int, *, size: int, stride: int) -> list[tuple[int, int]]:
+    """(top, left) of every whole tile, row by row. Empty when the image is smaller than a tile."""
+    return [(y, x) for y in range(0, height - size + 1, stride) for x in range(0, width - size + 1, stride)]
+
+
+def resize_area(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Mean over areas, equal bit for bit to TensorFlow's ResizeArea(align_corners=False).
+
+    (H, W, C) uint8 or float32 -> (height, width, C) float32. All in float32: taps along x are summed first, then
+    along y, each from left to right, then one product with the reciprocal of the area. Written in NumPy on purpose:
+    multiply and add are separate calls, so no compiler can fuse them (a C or sparse-matrix loop is fused on ARM),
+    nothing is compiled at start, and the speed is that of two sparse products because each tap is one copy of rows.
+    """
+    y_taps, y_weights, y_scale = _axis_taps(pixels.shape[0], height)
+    x_taps, x_weights, x_scale = _axis_taps(pixels.shape[1], width)
+    columns = np.ascontiguousarray(pixels.transpose(1, 0, 2), dtype=np.float32)  # (W, H, C)
+    summed = _sum_taps(columns, x_taps, x_weights)  # (width, H, C)
+    summed = _sum_taps(np.ascontiguousarray(summed.transpose(1, 0, 2)), y_taps, y_weights)  # (height, width, C)
+    summed *= np.float32(1.0 / float(y_scale * x_scale))
+    return summed
+
+
+def _sum_taps(rows: np.ndarray, taps: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Weighted sum over the first axis: (n_in, ...) -> (n_out, ...); taps and weights are (num_taps, n_out)."""
+    shape = (taps.shape[1], *rows.shape[1:])
+    rows = rows.reshape(rows.shape[0], -1)
+    total = rows[taps[0]]
+    total *= weights[0][:, None]
+    term = np.empty_like(total)
+    for tap, weight in zip(taps[1:], weights[1:], strict=True):
+        np.take(rows, tap, axis=0, out=term, mode="clip")  # "clip" skips a buffered copy; taps are in range anyway
+        term *= weight[:, None]
+        total += term
+    return total.reshape(shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _axis_taps(n_in: int, n_out: int) -> tuple[np.ndarray, np.ndarray, np.float32]:
+    """Source positions and float32 weights of each output position, (num_taps, n_out) each, and the scale."""
+    one = np.float32(1)
+    scale = np.float32(n_in) / np.float32(n_out)
+    k = np.arange(n_out, dtype=np.float32)
+    begin, end = k * scale, (k + one) * scale
+    first, last = np.floor(begin).astype(np.int64), np.ceil(end).astype(np.int64)
+    taps = first + np.arange(int((last - first).max()))[:, None]
+    cell = taps.astype(np.float32)
+    cut_begin, cut_end = cell < begin, cell + one > end
+    weights = np.where(cut_begin, np.where(cut_end, scale, cell + one - begin), np.where(cut_end, end - cell, one))
+    weights = np.where(taps < last, weights, 0).astype(np.float32)
+    return np.clip(taps, 0, n_in - 1), weights, scale
+
+
+def to_uint8(pixels: np.ndarray, *, profile: str) -> np.ndarray:
+    """float32 within 0 and 255 -> uint8: `tf` truncates as a cast does, `accurate` rounds to nearest."""
+    return (np.rint(pixels) if profile == "accurate" else pixels).astype(np.uint8)
+
+
+def resize_square(square: np.ndarray, side: int, *, profile: str) -> np.ndarray:
+    """(n, n, 3) uint8 -> (side, side, 3) uint8."""
+    if square.shape[:2] == (side, side):
+        return square
+    return to_uint8(resize_area(square, side, side), profile=profile)
+
+
+def low_depth(pixels: np.ndarray, bits: int) -> np.ndarray:
+    """The `bits` most significant bits of uint8 values: 0 .. 2**bits - 1, still uint8."""
+    if not 1 <= bits <= 8:
+        raise ValueError(f"bits is {bits}; it must be within 1 and 8")
+    return pixels >> np.uint8(8 - bits)
+
+
+def flags_of(conversions: tuple[str, ...]) -> int:
+    """Conversions as the bit field of the `flags` column."""
+    return sum(1 << CONVERSIONS.index(name) for name in set(conversions))
+
+
+def conversions_of(flags: int) -> list[str]:
+    return [name for i, name in enumerate(CONVERSIONS) if flags >> i & 1]
+
