@@ -1,0 +1,310 @@
+"""The experiment's configuration and what follows from it: stages, their networks, batches, storage, rules.
+
+Every room owns the dataclasses of its part; `ExperimentConfig` sums them up. Plain dataclasses: `config.py` fills them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from data_prep.config import DataConfig
+from pipelines.errors import UserError
+from spn.model import STAGES, DecoderConfig, EmbedderConfig, SPNConfig
+from spn.training import TrainConfig
+
+PROJECT_ROOT = Path(__file__).resolve().parents[1]
+SYSTEMS = (  # the paper's: decoder baseline, SPN, size, depth, and full multidimensional upscaling
+    ("baseline",),
+    ("size_upscale",),
+    ("first_slice", "size_upscale"),
+    ("size_upscale", "depth_upscale"),
+    ("first_slice", "size_upscale", "depth_upscale"),
+)
+
+
+def _at_least(owner: object, least: float, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and not value >= least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Networks of every stage; `per_stage` changes single ones. Stages without a slice embedder ignore that part."""
+
+    decoder: DecoderConfig = field(default_factory=DecoderConfig)
+    embedder: EmbedderConfig = field(default_factory=EmbedderConfig)
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    batch_size: int = 64  # images; all slices of each are scored
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "batch_size")
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    num_images: int = 16
+    batch_size: int = 16
+    seed: int = 0
+    temperature: dict[str, float] = field(default_factory=dict)  # by stage, divides the logits; 1.0 where not named
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "num_images", "batch_size")
+        _at_least(self, 0, "seed")
+        for stage, value in self.temperature.items():
+            if not 0 < value < math.inf:
+                raise ValueError(f"temperature.{stage} is {value}; it must be above 0")
+
+
+@dataclass(frozen=True)
+class ResourcesConfig:
+    """What the work may take. Never part of a fingerprint: the same results come from other machines."""
+
+    num_workers: int = 1  # Ray Train workers of a train node; they share each batch
+    cpus_per_worker: float = 1.0
+    use_gpu: bool = False
+    gpus_per_worker: float = 1.0  # only with use_gpu
+    num_cpus: int | None = None  # logical CPUs of the embedded Ray; None: the machine's
+    max_failures: int = 3  # restarts of a train node's workers before the node fails
+    num_to_keep: int = 2  # checkpoints kept beside the best
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "num_workers", "num_cpus", "num_to_keep")
+        _at_least(self, 0, "max_failures")
+        for name in ("cpus_per_worker", "gpus_per_worker"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    uri: str | None = None  # None: $MLFLOW_TRACKING_URI, or sqlite in the run folder
+
+
+@dataclass(frozen=True)
+class ExperimentConfig:
+    name: str  # run folder and MLflow experiment
+    scaling_factor: int  # S: S * S slices; 1 for the baseline
+    bits: list[int]  # bits a channel after the first stages, then after each depth upscaling: [8], [3, 8], ...
+    stages: list[str]  # one of SYSTEMS
+    data: DataConfig
+    seed: int = 0
+    storage: str | None = None  # folder or URI that holds run folders; None: `resolve_storage`
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    per_stage: dict[str, Any] = field(default_factory=dict)  # {stage: {model: ..., train: ...}} over the two above
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """What `per_stage` may change for one stage."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+
+# ---- what follows from a config ---------------------------------------------------------------------------------
+
+
+def stage_kind(stage: str) -> str:
+    """The network of a concrete stage: depth_upscale_3 -> depth_upscale."""
+    return "depth_upscale" if stage.startswith("depth_upscale_") else stage
+
+
+def stage_names(config: ExperimentConfig) -> list[str]:
+    """Concrete stages in chain order: one depth_upscale, or a depth_upscale_<bits> for each further bit depth."""
+    return concrete_stages(config.stages, config.bits)
+
+
+def concrete_stages(stages: Sequence[str], bits: Sequence[int]) -> list[str]:
+    names = []
+    for kind in STAGES:
+        if kind in stages:
+            names += [f"{kind}_{d}" for d in bits[1:]] if kind == "depth_upscale" and len(bits) > 2 else [kind]
+    return names
+
+
+def stage_model_config(config: ExperimentConfig, stage: str) -> SPNConfig:
+    """The network of one of `stage_names(config)`."""
+    model = _stage_config(config, stage).model
+    kind, high, low = stage_kind(stage), 0, config.bits[0]
+    if kind == "depth_upscale":
+        step = config.bits.index(int(stage.rsplit("_", 1)[1])) if stage != kind else 1
+        high, low = config.bits[step - 1], config.bits[step] - config.bits[step - 1]
+    return SPNConfig(
+        stage=stage,
+        image_size=config.data.image_size,
+        scaling_factor=config.scaling_factor,
+        num_bits=low,
+        num_given_bits=high,
+        decoder=model.decoder,
+        embedder=model.embedder if kind in ("size_upscale", "depth_upscale") else None,
+    )
+
+
+def stage_train_config(config: ExperimentConfig, stage: str) -> TrainConfig:
+    return _stage_config(config, stage).train
+
+
+def stage_temperature(config: ExperimentConfig, stage: str) -> float:
+    chosen = config.sample.temperature
+    return chosen.get(stage, chosen.get(stage_kind(stage), 1.0))
+
+
+def _stage_config(config: ExperimentConfig, stage: str) -> StageConfig:
+    assert stage in stage_names(config), stage
+    chosen = StageConfig(model=config.model, train=config.train)
+    for key in dict.fromkeys((stage_kind(stage), stage)):  # all depth stages first, then the single one
+        chosen = _replaced(chosen, config.per_stage.get(key, {}))
+    return chosen
+
+
+T = TypeVar("T")
+
+
+def _replaced(value: T, changes: Mapping[str, Any]) -> T:
+    """A nested dataclass with the named fields changed, each level's own checks run again."""
+    return dataclasses.replace(
+        value,
+        **{
+            name: _replaced(getattr(value, name), new) if isinstance(new, Mapping) else new
+            for name, new in changes.items()
+        },
+    )
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one optimiser step's batch is shared: batch_size = workers * micro_batch_size * accumulation, in slices."""
+
+    batch_size: int
+    num_workers: int
+    micro_batch_size: int
+    accumulation: int
+
+
+def batch_plan(train: TrainConfig, num_workers: int) -> BatchPlan:
+    """Raises ValueError where the batch cannot be shared evenly."""
+    per_worker, rest = divmod(train.batch_size, num_workers)
+    if rest:
+        raise ValueError(
+            f"train.batch_size is {train.batch_size}; resources.num_workers, {num_workers}, must divide it"
+        )
+    micro = train.micro_batch_size or per_worker
+    if per_worker % micro:
+        raise ValueError(
+            f"train.micro_batch_size is {micro}; it must divide a worker's share of the batch, {per_worker}"
+        )
+    return BatchPlan(train.batch_size, num_workers, micro, per_worker // micro)
+
+
+def in_ray_job() -> bool:
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # Ray's job supervisor sets it for every entry point
+
+
+def resolve_storage(config: ExperimentConfig) -> str:
+    """Absolute folder or URI of all run folders.
+
+    Inside a Ray job the working directory may be a copy that is thrown away: the default is then $SPN_STORAGE, or
+    ~/spn_runs on the head node, and a relative path raises ValueError.
+    """
+    key, storage = "storage", config.storage
+    if storage is None and in_ray_job():
+        key, storage = "$SPN_STORAGE", os.environ.get("SPN_STORAGE") or "~/spn_runs"
+    if storage is None:
+        return str(PROJECT_ROOT / "runs")
+    if "://" in storage:
+        return storage.rstrip("/")
+    path = Path(storage).expanduser()
+    if not path.is_absolute() and in_ray_job():
+        raise ValueError(
+            f"{key} is {storage!r}; inside a Ray job it must be an absolute path or a URI such as s3://..."
+        )
+    return str(path.absolute())
+
+
+# ---- cross-field checks -----------------------------------------------------------------------------------------
+
+
+def validate(config: ExperimentConfig) -> None:
+    """Rules between fields (those of one field live in its dataclass). Raises UserError with the first broken one."""
+    for _, message in broken_rules(config):
+        raise UserError(message)
+
+
+def broken_rules(config: ExperimentConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(keys that could be at fault, message) of each broken rule; later ones may rely on earlier ones."""
+    c, size = config, config.data.image_size
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", c.name):
+        yield ("name",), f"name is {c.name!r}; it becomes a folder: letters, digits, '.', '_' and '-' only"
+    if c.seed < 0:
+        yield ("seed",), f"seed is {c.seed}; it must be at least 0"
+    for stage in c.stages:
+        if stage not in STAGES:
+            yield ("stages",), f"stages: unknown stage {stage!r}; {nearest(stage, STAGES)}"
+    chosen = tuple(kind for kind in STAGES if kind in c.stages)
+    if chosen not in SYSTEMS or len(c.stages) != len(chosen):
+        allowed = ", ".join(f"[{', '.join(system)}]" for system in SYSTEMS)
+        yield ("stages",), f"stages is [{', '.join(c.stages)}]; allowed: {allowed}"
+    for bits in c.bits:
+        if not 1 <= bits <= 8:
+            yield ("bits",), f"bits is {c.bits}; each must be from 1 to 8"
+    if not c.bits or any(low >= high for low, high in zip(c.bits, c.bits[1:], strict=False)):
+        yield ("bits",), f"bits is {c.bits}; it must rise from entry to entry, e.g. [3, 8]"
+    if "depth_upscale" in chosen and len(c.bits) < 2:
+        yield ("bits", "stages"), f"bits is {c.bits}; depth_upscale needs at least two entries, e.g. [3, 8]"
+    if "depth_upscale" not in chosen and len(c.bits) > 1:
+        yield ("stages", "bits"), f"bits is {c.bits}; without depth_upscale in stages it has one entry, e.g. [8]"
+    if "baseline" in chosen and c.scaling_factor != 1:
+        yield (
+            ("scaling_factor", "stages"),
+            f"scaling_factor is {c.scaling_factor}; the baseline models the image whole: scaling_factor=1",
+        )
+    if "baseline" not in chosen and c.scaling_factor < 2:
+        yield (
+            ("scaling_factor", "stages"),
+            f"scaling_factor is {c.scaling_factor}; slices need at least 2 (or stages=[baseline])",
+        )
+    if size % c.scaling_factor:
+        near = max(size // c.scaling_factor, 1) * c.scaling_factor
+        yield (
+            ("data.image_size", "scaling_factor"),
+            f"data.image_size is {size}; scaling_factor, {c.scaling_factor}, must divide it (nearest: {near})",
+        )
+    names = stage_names(c)
+    for section, mapping in (("per_stage", c.per_stage), ("sample.temperature", c.sample.temperature)):
+        for stage in mapping:
+            if stage not in names and stage not in chosen:
+                yield (f"{section}.{stage}",), f"{section}: the config has no stage {stage!r}; {nearest(stage, names)}"
+    for stage in names:
+        try:
+            batch_plan(stage_train_config(c, stage), c.resources.num_workers)
+        except ValueError as error:
+            near = f"per_stage.{stage}.train"
+            keys = ("train.micro_batch_size", "train.batch_size", "resources.num_workers", near)
+            yield keys, f"{error}" + (f" (stage {stage})" if stage in c.per_stage else "")
+    try:
+        resolve_storage(c)
+    except ValueError as error:
+        yield ("storage",), str(error)
+
+
+def nearest(name: str, valid: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    return f"nearest: {close[0]}" if close else f"valid: {', '.join(valid)}"
