@@ -1,8 +1,22 @@
-"""Loss, optimisers, Polyak averaging and the training loop (paper section 3.3, table 4 "Optimization")."""
+"""Loss, optimisers, Polyak averaging and the training loop (paper section 3.3, table 4 "Optimization").
+
+The loop knows one network and the batches it is handed; wrapping for several workers happens outside.
+B batch, H W image, S scaling factor.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spn.model import SPN, SPNConfig, nll_nats
 
 OPTIMIZERS = ("rmsprop", "adamw")
 SCHEDULES = ("piecewise", "cosine")
@@ -37,3 +51,277 @@ class TrainConfig:
     num_valid_images: int | None = None  # a fixed seeded set; None: all of the validation split
     checkpoint_every_steps: int = 1000
     log_every_steps: int = 50
+
+    def __post_init__(self) -> None:
+        _one_of("optimizer", self.optimizer, OPTIMIZERS)
+        _one_of("schedule", self.schedule, SCHEDULES)
+        _one_of("slices", self.slices, SLICES)
+        _one_of("precision", self.precision, PRECISIONS)
+        for name in ("num_steps", "batch_size", "eval_every_steps", "checkpoint_every_steps", "log_every_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("micro_batch_size", "num_valid_images"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1, or null")
+        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
+            raise ValueError(f"micro_batch_size is {self.micro_batch_size}; it must divide batch_size {self.batch_size}")
+        if self.learning_rate <= 0:
+            raise ValueError(f"learning_rate is {self.learning_rate}; it must be above 0")
+        if len(self.lr_boundaries) != len(self.lr_values):
+            raise ValueError(f"lr_values has {len(self.lr_values)} rates for {len(self.lr_boundaries)} lr_boundaries")
+        if sorted(set(self.lr_boundaries)) != list(self.lr_boundaries):
+            raise ValueError(f"lr_boundaries is {list(self.lr_boundaries)}; steps must increase")
+        if not 0 <= self.polyak_decay < 1:
+            raise ValueError(f"polyak_decay is {self.polyak_decay}; it must be at least 0 and below 1")
+        if self.grad_clip is not None and self.grad_clip <= 0:
+            raise ValueError(f"grad_clip is {self.grad_clip}; it must be above 0, or null")
+        if self.checkpoint_every_steps % self.eval_every_steps:
+            raise ValueError(
+                f"checkpoint_every_steps is {self.checkpoint_every_steps}; it must be a multiple of eval_every_steps "
+                f"{self.eval_every_steps}, so that every checkpoint has a validation score"
+            )
+
+
+def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch on one worker."""
+
+    image: Tensor  # [B, 3, H, W] integers that this stage generates
+    index: Tensor  # [B] target slice of each image
+    given: Tensor | None  # [B, 3, H, W] more significant bits, for depth upscaling
+    keys: Sequence[str]  # of the images, for messages
+
+
+class TFRMSProp(torch.optim.Optimizer):
+    """RMSProp as TensorFlow 1 defines it (tf.train.RMSPropOptimizer, dense, not centred).
+
+    ms <- ms + (g^2 - ms)(1 - decay), from ms = 1;  mom <- momentum mom + lr g / sqrt(ms + epsilon);  w <- w - mom.
+    Not torch.optim.RMSprop, which starts ms at 0, adds epsilon outside the root and multiplies lr outside the momentum.
+    """
+
+    def __init__(self, params: Any, *, lr: float, momentum: float, decay: float, epsilon: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "decay": decay, "epsilon": epsilon})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None, "the loss is not evaluated again"
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
+                if not self.state[p]:
+                    self.state[p]["mean_square"] = torch.ones_like(p)
+                    self.state[p]["moment"] = torch.zeros_like(p)
+            grads = [p.grad for p in params]
+            mean_square = [self.state[p]["mean_square"] for p in params]
+            moment = [self.state[p]["moment"] for p in params]
+            torch._foreach_lerp_(mean_square, torch._foreach_mul(grads, grads), 1 - group["decay"])
+            root = torch._foreach_add(mean_square, group["epsilon"])
+            torch._foreach_sqrt_(root)
+            torch._foreach_mul_(moment, group["momentum"])
+            torch._foreach_addcdiv_(moment, grads, root, value=group["lr"])
+            torch._foreach_sub_(params, moment)
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimiser that the configuration names, over all parameters."""
+    params = list(model.parameters())
+    if config.optimizer == "rmsprop":
+        return TFRMSProp(
+            params, lr=config.learning_rate, momentum=config.momentum, decay=config.decay, epsilon=config.epsilon
+        )
+    # Norm gains, biases and embeddings are not decayed.
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, config.decay), eps=config.epsilon)
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Rate of optimiser step `step` (counted from 0): linear warm-up, then piecewise constant or cosine to zero."""
+    rate = config.learning_rate
+    if config.schedule == "piecewise":
+        for boundary, value in zip(config.lr_boundaries, config.lr_values, strict=True):
+            if step >= boundary:
+                rate = value
+    else:
+        done = max(0, step - config.warmup_steps) / max(1, config.num_steps - config.warmup_steps)
+        rate *= 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    if step < config.warmup_steps:
+        rate *= (step + 1) / config.warmup_steps
+    return rate
+
+
+class Polyak:
+    """Exponential moving average of the weights, from their initial values (tf.train.ExponentialMovingAverage)."""
+
+    def __init__(self, model: nn.Module, *, decay: float, warmup: bool) -> None:
+        self.decay, self.warmup = decay, warmup
+        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, *, num_updates: int) -> None:
+        """After optimiser step number `num_updates` (from 1): shadow <- shadow - (1 - decay)(shadow - weight)."""
+        decay = min(self.decay, (1 + num_updates) / (10 + num_updates)) if self.warmup else self.decay
+        weights = [p.detach() for _, p in model.named_parameters()]
+        torch._foreach_lerp_(list(self.shadow.values()), weights, 1 - decay)
+
+    @contextlib.contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """Within the block the model holds the averaged weights; its own come back afterwards, bit for bit."""
+        own = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self._copy(model, self.shadow)
+        try:
+            yield
+        finally:
+            self._copy(model, own)
+
+    @staticmethod
+    @torch.no_grad()
+    def _copy(model: nn.Module, weights: dict[str, Tensor]) -> None:
+        for name, p in model.named_parameters():
+            p.copy_(weights[name])
+
+
+@dataclass
+class TrainState:
+    """All that resuming needs, beside the data position, which is step * batch_size."""
+
+    model: SPN
+    optimizer: torch.optim.Optimizer
+    polyak: Polyak
+    step: int = 0
+
+    @classmethod
+    def create(cls, model: SPN, config: TrainConfig) -> TrainState:
+        polyak = Polyak(model, decay=config.polyak_decay, warmup=config.polyak_warmup)
+        return cls(model, make_optimizer(model, config), polyak)
+
+    def trainer_dict(self) -> dict[str, Any]:
+        """Contents of trainer.pt: plain containers and tensors only."""
+        state = {"step": self.step, "optimizer": self.optimizer.state_dict(), "rng": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            state["cuda_rng"] = torch.cuda.get_rng_state()
+        return state
+
+    def load(self, *, weights: dict[str, Tensor], ema: dict[str, Tensor], trainer: dict[str, Any]) -> None:
+        """Go on where a checkpoint left off."""
+        self.model.load_state_dict(weights)
+        with torch.no_grad():
+            for name, shadow in self.polyak.shadow.items():
+                shadow.copy_(ema[name])
+        self.optimizer.load_state_dict(trainer["optimizer"])
+        self.step = trainer["step"]
+        torch.set_rng_state(trainer["rng"])
+        if "cuda_rng" in trainer and torch.cuda.is_available():
+            torch.cuda.set_rng_state(trainer["cuda_rng"])
+
+
+def part_of_image(config: SPNConfig) -> float:
+    """Share of the full image's dims that a stage generates: bits/dim is always per dim of the *full* image."""
+    return 1 / config.num_slices if config.stage == "first_slice" else 1.0
+
+
+def bits_per_dim_estimate(nats: float, *, num_images: int, config: SPNConfig) -> float:
+    """Summed nats of one random target slice for each image -> unbiased estimate of bits/dim (section 3.3)."""
+    dims = num_images * 3 * config.slice_size**2
+    return nats / dims / math.log(2) * part_of_image(config)
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss became NaN or infinite; training stops before the optimiser step."""
+
+
+def train_step(
+    state: TrainState, micro_batches: Sequence[Batch], *, config: TrainConfig, forward: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor]:
+    """One optimiser step over this worker's micro-batches: (summed nats, gradient norm before clipping).
+
+    `forward` is the model or a wrapper of it (compiled, data-parallel). Gradients are of the mean nats per dim.
+    """
+    device = next(state.model.parameters()).device
+    num_images = sum(len(batch.index) for batch in micro_batches)
+    dims = num_images * 3 * state.model.config.slice_size**2
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    no_sync = getattr(forward, "no_sync", contextlib.nullcontext)
+    for number, batch in enumerate(micro_batches):
+        last = number == len(micro_batches) - 1
+        with contextlib.nullcontext() if last else no_sync():
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
+                logits = forward(batch.image, batch.index, batch.given)
+            nats = nll_nats(logits, state.model.target(batch.image, batch.index)).sum()
+            (nats / dims).backward()
+        total += nats.detach()
+    limit = math.inf if config.grad_clip is None else config.grad_clip
+    grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), limit)
+    if not torch.isfinite(total + grad_norm):
+        keys = ", ".join(str(key) for batch in micro_batches for key in batch.keys[:4])
+        raise NonFiniteLoss(
+            f"stage {state.model.config.stage}, step {state.step}: loss {total.item() / dims:.4g} nats/dim, gradient "
+            f"norm {grad_norm.item():.4g}; batch with images {keys}, …"
+        )
+    for group in state.optimizer.param_groups:
+        group["lr"] = learning_rate(config, state.step)
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    state.polyak.update(state.model, num_updates=state.step)
+    return total, grad_norm
+
+
+def fit(
+    state: TrainState,
+    *,
+    config: TrainConfig,
+    batches: Iterator[Sequence[Batch]],  # this worker's micro-batches of each optimiser step, from state.step on
+    forward: Callable[..., Tensor],  # the model, or a wrapper of it
+    evaluate: Callable[[], float],  # exact validation bits/dim of the model's present weights
+    on_log: Callable[[int, dict[str, float]], None],
+    on_checkpoint: Callable[[TrainState, dict[str, float]], None],
+    on_step: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Train to config.num_steps: log, validate on Polyak-averaged weights, and hand out checkpoints with their score.
+
+    The last step always validates and checkpoints. Whatever the callbacks do, state is complete when they are called.
+    """
+    model = state.model.train()
+    nats, num_images, steps, started = 0.0, 0, 0, time.perf_counter()
+    while state.step < config.num_steps:
+        micro_batches = next(batches)
+        total, grad_norm = train_step(state, micro_batches, config=config, forward=forward)
+        nats = nats + total
+        num_images += sum(len(batch.index) for batch in micro_batches)
+        steps += 1
+        step, finished = state.step, state.step == config.num_steps
+        on_step(step)
+        if step % config.log_every_steps == 0 or finished:
+            estimate = bits_per_dim_estimate(float(nats), num_images=num_images, config=model.config)
+            seconds = time.perf_counter() - started
+            on_log(
+                step,
+                {
+                    "train/bits_per_dim": estimate,
+                    "train/lr": state.optimizer.param_groups[0]["lr"],
+                    "train/grad_norm": float(grad_norm),
+                    "train/slices_per_sec": steps * config.batch_size / seconds,
+                    "images_seen": step * config.batch_size,
+                },
+            )
+            nats, num_images, steps, started = 0.0, 0, 0, time.perf_counter()
+        if step % config.eval_every_steps == 0 or finished:
+            paused = time.perf_counter()
+            with state.polyak.applied(model):
+                model.eval()
+                score = {"valid/bits_per_dim": evaluate(), "images_seen": step * config.batch_size}
+                model.train()
+            on_log(step, score)
+            if step % config.checkpoint_every_steps == 0 or finished:
+                on_checkpoint(state, score)
+            started += time.perf_counter() - paused  # the rate is that of training alone

@@ -1,0 +1,57 @@
+"""What a stage leaves on disk: config.json, model.safetensors, ema.safetensors, trainer.pt. No pickled code anywhere.
+
+model.safetensors holds the raw weights, ema.safetensors their Polyak average (what evaluation and sampling use),
+trainer.pt the optimiser, step and random states for resuming (loaded with weights_only=True).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from spn.model import SPN, DecoderConfig, EmbedderConfig, SPNConfig
+
+CONFIG, MODEL, EMA, TRAINER = "config.json", "model.safetensors", "ema.safetensors", "trainer.pt"
+
+
+def save_checkpoint(folder: Path, *, model: SPN, ema: Mapping[str, Tensor], trainer: Mapping[str, Any]) -> None:
+    """Write the four files of a checkpoint into an existing folder."""
+    (folder / CONFIG).write_text(json.dumps({"model": asdict(model.config)}, indent=2) + "\n")
+    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, folder / MODEL)
+    save_file({k: v.contiguous() for k, v in ema.items()}, folder / EMA)
+    torch.save(dict(trainer), folder / TRAINER)
+
+
+def load_config(folder: Path) -> SPNConfig:
+    """The network's configuration from config.json."""
+    fields = json.loads((folder / CONFIG).read_text())["model"]
+    embedder = fields.pop("embedder")
+    return SPNConfig(
+        **{**fields, "decoder": DecoderConfig(**fields["decoder"])},
+        embedder=None if embedder is None else EmbedderConfig(**embedder),
+    )
+
+
+def load_weights(folder: Path, *, averaged: bool, device: str = "cpu") -> dict[str, Tensor]:
+    """State dict of the network: the Polyak average or the raw weights."""
+    return load_file(folder / (EMA if averaged else MODEL), device=device)
+
+
+def load_model(folder: Path, *, averaged: bool = True, device: str = "cpu") -> SPN:
+    """The network ready for evaluation and sampling, on Polyak-averaged weights unless `averaged` is False."""
+    with torch.random.fork_rng(devices=[]):  # initial weights are drawn, then overwritten: leave the caller's stream
+        model = SPN(load_config(folder)).to(device)
+    model.load_state_dict(load_weights(folder, averaged=averaged, device=device))
+    return model.eval()
+
+
+def load_trainer(folder: Path) -> dict[str, Any]:
+    """Optimiser, step and random states, on the CPU."""
+    return torch.load(folder / TRAINER, map_location="cpu", weights_only=True)
