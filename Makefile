@@ -13,7 +13,7 @@ ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 
 .PHONY: help demo test check lint fast job ui clean
 .NOTPARALLEL:
@@ -44,7 +44,8 @@ job: $(INSTALLED)
 	$(BIN)/python -m pytest -q tests/pipelines/test_job_submit.py
 
 ui: $(INSTALLED) ## MLflow on this machine's own port 5000 (RUN=runs/demo PORT=5000)
-	@test -f $(RUN)/mlflow.db || { echo "No $(RUN)/mlflow.db: run \`make demo\` first, or name another run folder with RUN=..."; exit 2; }
+	@test -f $(RUN)/mlflow.db || { echo "No $(RUN)/mlflow.db: run \`make demo\` first, or name a run folder: RUN=..."; \
+		exit 2; }
 	@echo "Open http://127.0.0.1:$(PORT)/?workflowType=machine_learning (Ctrl-C ends it)"
 	MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow server \
 		--backend-store-uri sqlite:///$(abspath $(RUN))/mlflow.db --host 127.0.0.1 --port $(PORT) --workers 1
@@ -64,11 +65,11 @@ $(INSTALLED): pyproject.toml .ci/constraints.txt
 	elif [ "$$(uname)" = Darwin ] || nvidia-smi -L >/dev/null 2>&1; then \
 		echo "Installing torch $(TORCH_VERSION)"; $(PIP) torch==$(TORCH_VERSION); \
 	else \
-		echo "Installing torch $(TORCH_VERSION), CPU build: this machine has no NVIDIA GPU (200 MB to load)"; \
+		echo "Installing torch $(TORCH_VERSION), CPU build (200 MB): this machine has no NVIDIA GPU"; \
 		$(PIP) torch==$(TORCH_VERSION)+cpu 2>/dev/null || \
-		$(PIP) torch==$(TORCH_VERSION)+cpu --extra-index-url $(TORCH_INDEX) || { \
-			echo "The CPU build of torch could not be loaded from $(TORCH_INDEX). Name another index with" \
-			"make TORCH_INDEX=..., or take the default build with make TORCH=torch==$(TORCH_VERSION)"; exit 1; }; \
+		$(PIP) torch==$(TORCH_VERSION)+cpu --retries 1 --extra-index-url $(TORCH_INDEX) 2>/dev/null || { \
+			echo "No CPU build at $(TORCH_INDEX) for this Python (TORCH_INDEX=... names another index):" \
+			"taking the default build, several GB"; $(PIP) torch==$(TORCH_VERSION); }; \
 	fi
 	@echo "Installing the other packages (one to three minutes)"
 	@$(PIP) -c .ci/constraints.txt -e '.[dev]'

@@ -1,0 +1,99 @@
+"""ray_cluster.yaml is what Ray's cluster launcher takes: what `ray up` checks before it talks to a cloud.
+
+python -m pytest tests/pipelines/test_ray_cluster_yaml.py
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import ray.autoscaler
+import yaml
+
+# Private, but the launcher has no public way without a cloud account; .ci/constraints.txt holds the version.
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+ROOT = Path(__file__).parents[2]
+SCHEMA = json.loads(Path(ray.autoscaler.__file__).with_name("ray-schema.json").read_text())
+
+
+@pytest.fixture
+def cluster() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "ray_cluster.yaml").read_text())
+
+
+def pinned(package: str) -> str:
+    """Exact version of `package` in .ci/constraints.txt."""
+    return re.search(rf"(?m)^{package}==(\S+)$", (ROOT / ".ci" / "constraints.txt").read_text())[1]
+
+
+def test_the_file_itself_satisfies_rays_schema(cluster: dict[str, Any]) -> None:
+    # Before the launcher's defaults fill the gaps: they would hide a missing region or ssh_user.
+    jsonschema.validate(cluster, SCHEMA)
+    assert cluster["provider"]["region"] and cluster["auth"]["ssh_user"]
+
+
+def test_the_launcher_accepts_it(cluster: dict[str, Any]) -> None:
+    validate_config(prepare_config(copy.deepcopy(cluster)))
+
+
+@pytest.mark.parametrize(
+    ("path", "typo"),
+    [((), "max_worker"), (("docker",), "imgae"), (("available_node_types", "gpu_group"), "min_worker")],
+)
+def test_a_typo_is_caught(cluster: dict[str, Any], path: tuple[str, ...], typo: str) -> None:
+    section = cluster
+    for key in path:
+        section = section[key]
+    section[typo] = 1
+    with pytest.raises(jsonschema.ValidationError, match=typo):
+        validate_config(prepare_config(cluster))
+
+
+def test_a_head_that_does_not_exist_is_caught(cluster: dict[str, Any]) -> None:
+    cluster["head_node_type"] = "hed"
+    with pytest.raises(ValueError, match="head_node_type"):
+        validate_config(prepare_config(cluster))
+
+
+def test_images_hold_the_ray_that_the_constraints_pin(cluster: dict[str, Any]) -> None:
+    groups = cluster["available_node_types"]
+    assert cluster["docker"]["image"] == f"rayproject/ray:{pinned('ray')}-py311-cpu"
+    assert groups["gpu_group"]["docker"]["worker_image"] == f"rayproject/ray:{pinned('ray')}-py311-gpu"
+
+
+def test_groups_for_data_and_training_fit_the_limit(cluster: dict[str, Any]) -> None:
+    groups = dict(cluster["available_node_types"])
+    head = groups.pop(cluster["head_node_type"])
+    assert head["resources"] == {"CPU": 0}, "work on the head takes memory from Ray's control plane"
+    assert set(groups) == {"cpu_group", "gpu_group"}
+    for group in groups.values():
+        assert 0 <= group["min_workers"] <= group["max_workers"]
+    assert sum(group["max_workers"] for group in groups.values()) == cluster["max_workers"]
+
+
+def test_setup_lists_the_projects_own_dependencies(cluster: dict[str, Any], tmp_path: Path) -> None:
+    list_dependencies = cluster["setup_commands"][0]
+    assert str(ROOT) not in list_dependencies
+    command = list_dependencies.replace("/home/ray/spn", str(ROOT)).replace("/tmp", str(tmp_path))
+    subprocess.run(["bash", "-euc", command.replace("python ", f"{sys.executable} ", 1)], check=True)
+    listed = (tmp_path / "requirements.txt").read_text().splitlines()
+    assert listed == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+
+
+def test_mounted_files_are_there(cluster: dict[str, Any]) -> None:
+    local = [path for path in cluster["file_mounts"].values() if not path.startswith("~")]
+    assert local == ["pyproject.toml", ".ci/constraints.txt"]
+    assert all((ROOT / path).is_file() for path in local)
+    # Every path that the setup reads is one that was mounted.
+    read = set(re.findall(r"/home/ray/spn/[\w.]+", " ".join(cluster["setup_commands"])))
+    assert read == {path for path in cluster["file_mounts"] if path.startswith("/home/ray/spn/")}
