@@ -263,4 +263,3 @@ def flags_of(conversions: tuple[str, ...]) -> int:
 
 def conversions_of(flags: int) -> list[str]:
     return [name for i, name in enumerate(CONVERSIONS) if flags >> i & 1]
-

@@ -60,13 +60,15 @@ def find(config: DataConfig) -> Source:
     try:
         filesystem, folder = files.locate(root)
         info = filesystem.get_file_info(folder)
+        is_folder = info.type == pafs.FileType.Directory
+        found = filesystem.get_file_info(pafs.FileSelector(folder, recursive=True)) if is_folder else []
     except (OSError, ValueError) as error:  # pyarrow's errors for bad URIs and unreachable stores derive from these
         raise ValueError(f"root is {root!r}; it cannot be opened: {' '.join(str(error).split())}") from None
-    if info.type != pafs.FileType.Directory:
+    if not is_folder:
         what = "there is no such folder" if info.type == pafs.FileType.NotFound else "it is not a folder"
         raise ValueError(f"root is {root!r}; {what}")
     photos, skipped = [], Counter()
-    for info in filesystem.get_file_info(pafs.FileSelector(folder, recursive=True)):
+    for info in found:
         if info.type != pafs.FileType.File:
             continue
         key = info.path[len(folder.rstrip("/")) + 1 :]

@@ -1,0 +1,329 @@
+"""A data set on disk: what the columns mean, how a shard is written, how a finished data set is read and checked.
+
+    <data set>/res=<R>/bits=<B>/<split>-00000-of-00003.parquet    same rows in the same order for every R and B
+    <data set>/quarantine.parquet                                 images that could not be used, with the reason
+    <data set>/manifest.json                                      written last; without it there is no data set
+
+Shapes: N rows, R side of an image. Pixels are (R, R, 3) uint8, row by row; at depth B a value is x >> (8 - B).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from data_prep import files, images
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+QUARANTINE = "quarantine.parquet"
+ROW_GROUP_BYTES = 16_000_000  # of pixels, when the config names no number of rows
+
+_NAMES = pa.schema(
+    [
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("label", pa.int32()),  # null where the source has none
+        pa.field("orig_h", pa.int32(), nullable=False),  # of the whole photo, pixels
+        pa.field("orig_w", pa.int32(), nullable=False),
+        pa.field("flags", pa.int32(), nullable=False),  # images.CONVERSIONS, one bit each
+    ]
+)
+QUARANTINE_SCHEMA = pa.schema(
+    [
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("size", pa.int64(), nullable=False),  # bytes
+        pa.field("sha256", pa.string(), nullable=False),
+        pa.field("reason", pa.string(), nullable=False),
+        pa.field("message", pa.string(), nullable=False),
+    ]
+)
+
+
+def schema(resolution: int) -> pa.Schema:
+    return _NAMES.append(pa.field("px", pa.binary(resolution * resolution * 3), nullable=False))
+
+
+def shard_path(*, resolution: int, bits: int, split: str, index: int, num_shards: int) -> str:
+    """Path below the data set's folder."""
+    return f"res={resolution}/bits={bits}/{split}-{index:05d}-of-{num_shards:05d}.parquet"
+
+
+def default_row_group_rows(resolution: int) -> int:
+    return max(1, ROW_GROUP_BYTES // (resolution * resolution * 3))
+
+
+def pixels(table: pa.Table) -> np.ndarray:
+    """The px column as (N, R, R, 3) uint8 without a copy where the column is one chunk."""
+    column = table.column("px").combine_chunks() if table.column("px").num_chunks != 1 else table.column("px").chunk(0)
+    return pixels_of(column)
+
+
+def pixels_of(column: pa.FixedSizeBinaryArray) -> np.ndarray:
+    width = column.type.byte_width
+    side = round((width // 3) ** 0.5)
+    assert side * side * 3 == width, f"px holds {width} bytes, no square of RGB pixels"
+    if len(column) == 0:
+        return np.empty((0, side, side, 3), np.uint8)
+    flat = np.frombuffer(column.buffers()[1], np.uint8, count=len(column) * width, offset=column.offset * width)
+    return flat.reshape(len(column), side, side, 3)
+
+
+def pixel_column(array: np.ndarray) -> pa.FixedSizeBinaryArray:
+    """(N, R, R, 3) uint8 -> the px column, without a copy where the array is contiguous."""
+    width = int(np.prod(array.shape[1:]))
+    data = pa.py_buffer(np.ascontiguousarray(array))
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(array), [None, data])
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One Parquet file of a data set."""
+
+    path: str  # below the data set's folder
+    split: str
+    index: int
+    resolution: int
+    bits: int
+    bytes: int
+    sha256: str
+    row_group_rows: list[int]  # rows of each row group
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.row_group_rows)
+
+
+class ShardWriter:
+    """Writes the rows of one shard at every resolution and depth; the files appear when the `with` block ends."""
+
+    def __init__(
+        self,
+        filesystem: pafs.FileSystem,
+        *,
+        folder: str,
+        split: str,
+        index: int,
+        num_shards: int,
+        resolutions: list[int],
+        bits: list[int],
+        row_group_rows: int | None,
+    ) -> None:
+        self._filesystem, self._folder = filesystem, folder
+        self._split, self._index, self._num_shards = split, index, num_shards
+        self._bits = bits
+        self._group_rows = {r: row_group_rows or default_row_group_rows(r) for r in resolutions}
+        self._pending = {r: schema(r).empty_table() for r in resolutions}
+        self._row_groups: dict[int, list[int]] = {r: [] for r in resolutions}
+        self._writers: dict[tuple[int, int], pq.ParquetWriter] = {}
+
+    def __enter__(self) -> ShardWriter:
+        self._stack = ExitStack()
+        for resolution in self._pending:
+            for bits in self._bits:
+                stream = self._stack.enter_context(files.whole_file(self._filesystem, self._path(resolution, bits)))
+                self._writers[resolution, bits] = self._stack.enter_context(
+                    pq.ParquetWriter(
+                        stream,
+                        schema(resolution),
+                        compression="zstd",
+                        compression_level=1,
+                        use_dictionary=False,
+                        write_page_checksum=True,
+                        write_statistics=["key"],  # of px they would put whole images into the footer
+                    )
+                )
+        return self
+
+    def append(self, names: pa.Table, squares: dict[int, np.ndarray]) -> None:
+        """`names`: all columns but px; `squares`: resolution -> (N, R, R, 3) uint8 of 8 bits."""
+        for resolution, array in squares.items():
+            rows = names.append_column(schema(resolution).field("px"), pixel_column(array))
+            table = pa.concat_tables([self._pending[resolution], rows])
+            while table.num_rows >= self._group_rows[resolution]:
+                self._write_group(resolution, table.slice(0, self._group_rows[resolution]))
+                table = table.slice(self._group_rows[resolution])
+            self._pending[resolution] = table
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:
+            for resolution, table in self._pending.items():
+                if table.num_rows:
+                    self._write_group(resolution, table)
+        self._stack.__exit__(*error)
+
+    def shards(self) -> list[Shard]:
+        """What was written; call it after the `with` block."""
+        found = []
+        for resolution, bits in self._writers:
+            path = self._path(resolution, bits)
+            size, sha256 = files.digest(self._filesystem, path)
+            relative = path[len(self._folder) + 1 :]
+            groups = self._row_groups[resolution]
+            found.append(Shard(relative, self._split, self._index, resolution, bits, size, sha256, groups))
+        return found
+
+    def _path(self, resolution: int, bits: int) -> str:
+        name = shard_path(
+            resolution=resolution, bits=bits, split=self._split, index=self._index, num_shards=self._num_shards
+        )
+        return f"{self._folder}/{name}"
+
+    def _write_group(self, resolution: int, table: pa.Table) -> None:
+        table = table.combine_chunks()
+        array, field = pixels(table), schema(resolution).field("px")
+        for bits in self._bits:
+            low = table.set_column(table.num_columns - 1, field, pixel_column(images.low_depth(array, bits)))
+            self._writers[resolution, bits].write_table(low, row_group_size=table.num_rows)
+        self._row_groups[resolution].append(table.num_rows)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a finished data set is. Files that it does not list do not belong to it."""
+
+    dataset: str
+    plan_hash: str  # of config, source listing, code and libraries
+    config: dict  # DataConfig without root
+    source: dict  # built_in, listing_hash, num_photos, skipped {reason: files}
+    num_images: dict[str, int]  # by split
+    num_photos: dict[str, int]  # by split, used ones
+    split_hashes: dict[str, str]  # sha256 of the split's keys, sorted, one a line
+    quarantine: dict[str, int]  # photos by reason; details in quarantine.parquet
+    quarantine_sha256: str
+    conversions: dict[str, int]  # images by conversion
+    shards: list[Shard]
+    versions: dict[str, str]  # of the libraries that decide the bytes
+    schema_version: int = SCHEMA_VERSION
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Manifest:
+        fields = json.loads(text)
+        if fields["schema_version"] > SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {fields['schema_version']}; this program knows {SCHEMA_VERSION}")
+        return Manifest(**{**fields, "shards": [Shard(**shard) for shard in fields["shards"]]})
+
+
+def keys_hash(keys: Iterable[str]) -> str:
+    sha = hashlib.sha256()
+    for key in sorted(keys):
+        sha.update(key.encode() + b"\n")
+    return sha.hexdigest()
+
+
+class Dataset:
+    """Read side of a finished data set; holds only its address and manifest, so it travels between processes."""
+
+    def __init__(self, uri: str, manifest: Manifest) -> None:
+        self.uri = uri
+        self.manifest = manifest
+
+    def num_images(self, split: str) -> int:
+        self._check("split", split, self.manifest.num_images)
+        return self.manifest.num_images[split]
+
+    def shards(self, *, resolution: int, bits: int, split: str) -> list[Shard]:
+        """In row order. Raises ValueError naming what the data set has instead."""
+        for name, value in (("resolution", resolution), ("bits", bits)):
+            self._check(name, value, self.manifest.config[{"resolution": "resolutions", "bits": "bits"}[name]])
+        self._check("split", split, self.manifest.num_images)
+        wanted = [s for s in self.manifest.shards if (s.resolution, s.bits, s.split) == (resolution, bits, split)]
+        return sorted(wanted, key=lambda shard: shard.index)
+
+    def read(self, *, resolution: int, bits: int, split: str, columns: list[str] | None = None) -> pa.Table:
+        """The whole split in row order."""
+        shards = self.shards(resolution=resolution, bits=bits, split=split)
+        tables = [read_shard(self.uri, shard, columns=columns) for shard in shards]
+        return pa.concat_tables(tables).combine_chunks()
+
+    def _check(self, name: str, value: object, allowed: Iterable) -> None:
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}; {self.uri} has {', '.join(map(str, allowed))}")
+
+
+def open_dataset(uri: str) -> Dataset:
+    """Raises ValueError when the folder holds no finished data set."""
+    filesystem, folder = files.locate(uri)
+    try:
+        text = files.read_bytes(filesystem, f"{folder}/{MANIFEST}").decode()
+    except FileNotFoundError:
+        raise ValueError(f"{uri} is no finished data set: it has no {MANIFEST}") from None
+    return Dataset(uri, Manifest.from_json(text))
+
+
+def read_shard(uri: str, shard: Shard, *, row_group: int | None = None, columns: list[str] | None = None) -> pa.Table:
+    """One row group of a shard, or all of it. Page checksums are verified."""
+    filesystem, folder = files.locate(uri)
+    with filesystem.open_input_file(f"{folder}/{shard.path}") as stream:
+        parquet = pq.ParquetFile(stream, page_checksum_verification=True)
+        if row_group is None:
+            return parquet.read(columns=columns, use_threads=False)
+        return parquet.read_row_group(row_group, columns=columns, use_threads=False)
+
+
+def verify(uri: str) -> list[str]:
+    """Reads everything and returns what is wrong, one line each; empty for an intact data set.
+
+    Checks sizes, sha256, page checksums, columns, row counts, the same keys in every resolution and depth, each key
+    once, the keys' hash, and that every lower depth is 8-bit pixels >> (8 - bits).
+    """
+    dataset = open_dataset(uri)
+    manifest, problems = dataset.manifest, []
+    filesystem, folder = files.locate(uri)
+    for path, sha256 in [(s.path, s.sha256) for s in manifest.shards] + [(QUARANTINE, manifest.quarantine_sha256)]:
+        if not files.exists(filesystem, f"{folder}/{path}"):
+            problems.append(f"{path}: missing")
+        elif files.digest(filesystem, f"{folder}/{path}")[1] != sha256:
+            problems.append(f"{path}: sha256 differs from the manifest")
+    if problems:
+        return problems
+    for split, num_images in manifest.num_images.items():
+        keys: list[str] = []
+        resolutions = manifest.config["resolutions"]
+        indices = sorted({shard.index for shard in manifest.shards if shard.split == split})
+        for index in indices:
+            shard_keys = None
+            for resolution in resolutions:
+                shard_keys = _verify_shard(dataset, split, index, resolution, shard_keys, problems)
+            keys += shard_keys or []
+        if len(keys) != num_images:
+            problems.append(f"{split}: {len(keys)} rows, {num_images} in the manifest")
+        if len(set(keys)) != len(keys):
+            problems.append(f"{split}: a key occurs twice")
+        if keys_hash(keys) != manifest.split_hashes[split]:
+            problems.append(f"{split}: the keys are not those of the manifest")
+    return problems
+
+
+def _verify_shard(
+    dataset: Dataset, split: str, index: int, resolution: int, keys: list[str] | None, problems: list[str]
+) -> list[str]:
+    """Compares all depths of one shard at one resolution; returns its keys."""
+    depths = sorted(dataset.manifest.config["bits"], reverse=True)  # 8 first: the others are compared with it
+    full = None
+    for bits in depths:
+        shard = dataset.shards(resolution=resolution, bits=bits, split=split)[index]
+        table = read_shard(dataset.uri, shard)
+        if not table.schema.equals(schema(resolution)):
+            problems.append(f"{shard.path}: columns are {table.schema.names} of other types than this version writes")
+        if table.num_rows != shard.num_rows:
+            problems.append(f"{shard.path}: {table.num_rows} rows, {shard.num_rows} in the manifest")
+        found = table.column("key").to_pylist()
+        keys = found if keys is None else keys
+        if found != keys:
+            problems.append(f"{shard.path}: keys differ from the other resolutions and depths")
+        full = pixels(table) if full is None else full
+        if not np.array_equal(pixels(table), images.low_depth(full, bits)):
+            problems.append(f"{shard.path}: pixels are not the 8-bit ones >> {8 - bits}")
+    return keys or []
