@@ -1,0 +1,106 @@
+"""Tiny networks for every test, with parameters that let a leak show.
+
+An untrained network can pass a causality test for nothing: zero biases, dead ReLUs, timing signals that drown the rest.
+`randomised` therefore draws every parameter anew, wide enough that each unit is alive.
+
+    python -m pytest -m "not slow and not gpu"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spn.model import SPN, DecoderConfig, EmbedderConfig, SPNConfig
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> None:
+    """Tiny tensors: a second thread costs more than it gives, and one thread makes sums repeatable."""
+    torch.set_num_threads(1)
+
+
+def make_config(stage: str, *, image_size: int, scaling_factor: int, **changes: Any) -> SPNConfig:
+    """A network of a few thousand parameters. changes: num_bits, num_given_bits, decoder={...}, embedder={...}."""
+    decoder = dict(
+        num_layers=2,
+        conv_channels=6,
+        residual_channels=9,
+        num_attn_layers=1,
+        num_attn_heads=2,
+        attn_head_dim=4,
+        num_memory_rows=5,
+    )
+    embedder = dict(
+        num_conv_layers=1,
+        conv_channels=6,
+        residual_channels=8,
+        num_attn_layers=1,
+        num_attn_heads=2,
+        attn_head_dim=4,
+        num_memory_rows=5,
+    )
+    decoder |= changes.pop("decoder", {})
+    embedder |= changes.pop("embedder", {})
+    has_embedder = stage.startswith(("size_upscale", "depth_upscale"))
+    return SPNConfig(
+        stage=stage,
+        image_size=image_size,
+        scaling_factor=scaling_factor,
+        decoder=DecoderConfig(**decoder),
+        embedder=EmbedderConfig(**embedder) if has_embedder else None,
+        **({"num_bits": 1, "num_given_bits": int(stage.startswith("depth_upscale"))} | changes),
+    )
+
+
+@torch.no_grad()
+def randomise(module: nn.Module, seed: int) -> nn.Module:
+    """Every parameter drawn anew, in float64; matrices keep the scale of their input, vectors are of order 1."""
+    module.double().eval()
+    generator = torch.Generator().manual_seed(seed)
+    tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+    norms = {id(m.weight) for m in module.modules() if isinstance(m, nn.LayerNorm)}
+    for parameter in module.parameters():
+        parameter.normal_(generator=generator)
+        if id(parameter) in norms:
+            parameter.mul_(0.3).add_(1)
+        elif parameter.ndim == 1:
+            parameter.mul_(0.5)
+        elif parameter.ndim in (2, 4) and id(parameter) not in tables:
+            parameter.mul_(1.5 * parameter[0].numel() ** -0.5)
+    return module
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> Callable[..., SPNConfig]:
+    return make_config
+
+
+@pytest.fixture(scope="session")
+def randomised() -> Callable[..., Any]:
+    """randomised(module, seed) -> the same module in float64 and evaluation mode, all parameters re-drawn."""
+    return randomise
+
+
+@pytest.fixture(scope="session")
+def tiny_spn() -> Callable[..., SPN]:
+    """tiny_spn(stage, seed=..., image_size=..., scaling_factor=..., ...) -> a re-randomised network in float64."""
+
+    def build(stage: str, *, seed: int, **changes: Any) -> SPN:
+        return randomise(SPN(make_config(stage, **changes)), seed)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def random_values() -> Callable[..., Tensor]:
+    """random_values(seed, num_bits, *shape) -> int64 intensities."""
+
+    def draw(seed: int, num_bits: int, *shape: int) -> Tensor:
+        return torch.randint(2**num_bits, shape, generator=torch.Generator().manual_seed(seed))
+
+    return draw

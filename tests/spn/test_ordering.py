@@ -1,0 +1,119 @@
+"""The subscale ordering: cutting and joining are exact inverses, in the paper's order.
+
+python -m pytest tests/spn/test_ordering.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spn.ordering import image_to_slices, slices_to_image, slot_offsets, slot_sources
+
+SHAPES = [(1, 1, 1), (1, 4, 6), (2, 2, 2), (2, 4, 8), (3, 9, 6), (4, 8, 8), (4, 16, 4), (8, 16, 16)]
+
+
+@pytest.mark.parametrize(("scaling_factor", "height", "width"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float64])
+def test_cutting_and_joining_are_exact_inverses(scaling_factor, height, width, dtype, random_values):
+    """Both ways round, for any number of channels, batch and dtype."""
+    image = random_values(0, 8, 2, 3, height, width).to(dtype)
+    slices = image_to_slices(image, scaling_factor)
+    assert slices.shape == (2, scaling_factor**2, 3, height // scaling_factor, width // scaling_factor)
+    assert slices.dtype == dtype
+    assert torch.equal(slices_to_image(slices, scaling_factor), image)
+
+    other = random_values(1, 8, *slices.shape).to(dtype)
+    assert torch.equal(image_to_slices(slices_to_image(other, scaling_factor), scaling_factor), other)
+
+
+@pytest.mark.parametrize(("scaling_factor", "height", "width"), SHAPES)
+def test_every_pixel_is_in_one_slice_once(scaling_factor, height, width):
+    image = torch.arange(3 * height * width).view(1, 3, height, width)
+    slices = image_to_slices(image, scaling_factor)
+    assert sorted(slices.flatten().tolist()) == list(range(3 * height * width))
+
+
+def test_a_4x4_image_by_hand():
+    """The paper's figure of the subscale ordering, S = 2: the step at which each pixel is generated.
+
+    Slices in raster order of their offset, pixels of a slice in raster order.
+    """
+    step = torch.tensor(
+        [
+            [0, 4, 1, 5],
+            [8, 12, 9, 13],
+            [2, 6, 3, 7],
+            [10, 14, 11, 15],
+        ]
+    )
+    slices = image_to_slices(step.expand(1, 3, 4, 4), 2)
+    by_hand = torch.tensor(
+        [
+            [[0, 1], [2, 3]],  # offset (0, 0)
+            [[4, 5], [6, 7]],  # offset (0, 1)
+            [[8, 9], [10, 11]],  # offset (1, 0)
+            [[12, 13], [14, 15]],  # offset (1, 1)
+        ]
+    )
+    for channel in range(3):
+        assert torch.equal(slices[0, :, channel], by_hand)
+
+
+def test_a_slice_is_every_nth_pixel():
+    """slice[i * S + j] = image[..., i::S, j::S], rows and columns not mixed up."""
+    image = torch.arange(2 * 3 * 6 * 9).view(2, 3, 6, 9)
+    slices = image_to_slices(image, 3)
+    for i in range(3):
+        for j in range(3):
+            assert torch.equal(slices[:, i * 3 + j], image[..., i::3, j::3])
+
+
+@pytest.mark.parametrize(("height", "width"), [(6, 8), (8, 6), (7, 7)])
+def test_an_image_that_the_factor_does_not_divide_is_refused(height, width):
+    with pytest.raises(ValueError, match=f"{height}x{width}.*scaling_factor 4"):
+        image_to_slices(torch.zeros(1, 3, height, width), 4)
+
+
+@pytest.mark.parametrize(("scaling_factor", "number"), [(1, 0), (2, 4), (3, 12), (4, 24), (8, 112)])
+def test_number_of_slots(scaling_factor, number):
+    """2 S (S - 1) different offsets, each to a slice that is earlier in raster order."""
+    offsets = slot_offsets(scaling_factor)
+    assert len(offsets) == len(set(offsets)) == number == 2 * scaling_factor * (scaling_factor - 1)
+    reach = scaling_factor - 1
+    for di, dj in offsets:
+        assert -reach <= di <= 0 and -reach <= dj <= reach
+        assert di < 0 or dj < 0, "the slice itself or a later one"
+
+
+@pytest.mark.parametrize("scaling_factor", [1, 2, 3, 4, 8])
+def test_slots_hold_exactly_the_earlier_slices(scaling_factor):
+    """For each target every earlier slice once, no later one, not the target itself; the rest is padding."""
+    num_slices = scaling_factor**2
+    sources = slot_sources(scaling_factor)
+    assert sources.shape == (num_slices, 2 * scaling_factor * (scaling_factor - 1))
+    for target, row in enumerate(sources.tolist()):
+        assert sorted(s for s in row if s != num_slices) == list(range(target))
+
+
+@pytest.mark.parametrize("scaling_factor", [2, 3, 4, 8])
+def test_a_slot_holds_one_relative_position(scaling_factor):
+    """The slice directly above is in the same slot for every target, and so is every other neighbour."""
+    num_slices = scaling_factor**2
+    sources, offsets = slot_sources(scaling_factor), slot_offsets(scaling_factor)
+    for target in range(num_slices):
+        for source, offset in zip(sources[target].tolist(), offsets, strict=True):
+            if source != num_slices:
+                i, j = divmod(source, scaling_factor)
+                assert (i - target // scaling_factor, j - target % scaling_factor) == offset
+
+
+def test_slots_of_two_by_two_by_hand():
+    """S = 2: above left, above, above right, left; 4 is padding."""
+    assert slot_offsets(2) == [(-1, -1), (-1, 0), (-1, 1), (0, -1)]
+    assert slot_sources(2).tolist() == [
+        [4, 4, 4, 4],
+        [4, 4, 4, 0],
+        [4, 0, 1, 4],
+        [0, 1, 4, 2],
+    ]
