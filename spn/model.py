@@ -18,6 +18,7 @@ from spn.layers import (
     MaskedLinear,
     ParameterAttention,
     ResidualBlock,
+    SelfAttention,
     channel_groups,
 )
 from spn.ordering import image_to_slices, slot_sources
@@ -283,6 +284,10 @@ def init_weights(model: SPN) -> None:
         elif isinstance(module, ParameterAttention):
             nn.init.normal_(module.keys, std=module.keys.shape[-1] ** -0.5)
             nn.init.normal_(module.values)
+    for module in model.modules():
+        if isinstance(module, SelfAttention):  # three maps in one matrix: each has its own fan
+            for part in module.qkv.weight.chunk(3):
+                nn.init.xavier_uniform_(part)
 
 
 def parameter_counts(model: SPN) -> dict[str, int]:
