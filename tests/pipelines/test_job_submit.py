@@ -1,0 +1,195 @@
+"""`ray job submit` runs the pipeline on a cluster of its own, from an upload, with its progress in the job's log.
+
+Other Rays on the machine neither see this one nor are touched: every port is free beforehand, everything temporary has
+its own folder, and what is stopped at the end is what was started here.
+
+    python -m pytest tests/pipelines/test_job_submit.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RAY = str(Path(sys.executable).with_name("ray"))
+NODES = (
+    "prepare_data",
+    "train_first_slice",
+    "train_size_upscale",
+    "train_depth_upscale",
+    "evaluate",
+    "sample",
+    "report",
+)
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that has ended: SUCCEEDED or FAILED, the exit code of its command, what `ray job submit` showed."""
+
+    status: str
+    exit_code: int | None
+    log: str
+
+
+@dataclass(frozen=True)
+class Head:
+    """A running Ray head: where its Jobs API listens, its folder, and the environment of its clients."""
+
+    url: str
+    folder: Path
+    env: dict[str, str]
+
+    def submit(self, *command: str, timeout_sec: float) -> Job:
+        """`ray job submit` of this checkout; returns when the job has ended."""
+        name = f"job-{uuid.uuid4().hex[:8]}"
+        line = [RAY, "job", "submit", "--address", self.url, "--submission-id", name, "--working-dir", ".", "--"]
+        done = subprocess.run(
+            [*line, *command],
+            cwd=ROOT,
+            env=self.env,
+            timeout=timeout_sec,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        with urllib.request.urlopen(f"{self.url}/api/jobs/{name}") as reply:
+            info = json.load(reply)
+        # The command's own exit code says only whether the job failed.
+        return Job(status=info["status"], exit_code=info["driver_exit_code"], log=done.stdout)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def processes_with(mark: str) -> list[psutil.Process]:
+    """Every process that inherited the environment variable SPN_TEST_RAY=mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("SPN_TEST_RAY") == mark:
+                found.append(process)
+        except psutil.Error:  # gone meanwhile, or another user's
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Head]:
+    folder = Path(tempfile.mkdtemp(prefix="ray"))  # not tmp_path: paths of sockets below it may have 107 characters
+    drop = ("RAY_", "SPN_", "MLFLOW_", "PYTEST_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(drop)} | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # the job's `python` is this one
+        "PYTHONUNBUFFERED": "1",
+        "RAY_TMPDIR": str(folder),  # else the file by which others find a running cluster would name this one
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DATA_USE_DATASOURCE_V2": "0",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "SPN_TEST_RAY": str(folder),
+    }
+    flags = ["--dashboard-port", "--ray-client-server-port", "--dashboard-agent-listen-port", "--metrics-export-port"]
+    ports = free_ports(len(flags))
+    options = [f"{flag}={port}" for flag, port in zip(flags, ports, strict=True)]
+    options += ["--port=0", "--min-worker-port=0", "--max-worker-port=0"]  # 0: the first free one that Ray finds
+    options += ["--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1"]
+    options += ["--num-cpus=2", f"--object-store-memory={300 * 2**20}", f"--temp-dir={folder}", "--block"]
+    url = f"http://127.0.0.1:{ports[0]}"
+    with open(folder / "start.log", "w") as log:
+        starter = subprocess.Popen([RAY, "start", "--head", *options], env=env, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        wait_for(url, starter, log=folder / "start.log", timeout_sec=60)
+        yield Head(url=url, folder=folder, env=env)
+    finally:
+        stop(starter, mark=str(folder))
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def wait_for(url: str, starter: subprocess.Popen, *, log: Path, timeout_sec: float) -> None:
+    """Returns once the Jobs API answers."""
+    deadline = time.monotonic() + timeout_sec
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/api/jobs/", timeout=5):
+                return
+        except OSError as error:
+            if starter.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"Ray did not start: {error}\n{log.read_text()}") from error
+        time.sleep(0.5)
+
+
+def stop(starter: subprocess.Popen, *, mark: str) -> None:
+    """Ends `ray start --block` and all that it started. Never `ray stop`, which ends every Ray of the machine."""
+    starter.terminate()
+    try:
+        starter.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        starter.kill()
+        starter.wait()
+    psutil.wait_procs(processes_with(mark), timeout=5)
+    left = processes_with(mark)
+    for process in left:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(left, timeout=10)
+
+
+def test_the_pipeline_runs_as_a_job(head: Head, tmp_path: Path) -> None:
+    storage = tmp_path / "runs"
+    command = ["python", "pipelines/full_multidim.py", "--config", "debug", f"storage={storage}"]
+    job = head.submit(*command, timeout_sec=400)
+
+    assert (job.status, job.exit_code) == ("SUCCEEDED", 0), job.log
+    for node in NODES:
+        assert re.search(rf"\b{node}\b", job.log), f"{node} is not in the job's log:\n{job.log}"
+        assert list((storage / "debug" / "nodes" / node).rglob("_SUCCESS.json")), f"{node} left no _SUCCESS.json"
+    assert (storage / "debug" / "report.html").is_file()
+    # Progress of long work, in lines that a log can hold: so many of so many, and the speed.
+    assert re.search(r"\d[\d,_]*\s*/\s*\d[\d,_]*.*/s", job.log), job.log
+
+
+def test_the_upload_is_the_code_alone(head: Head) -> None:
+    job = head.submit("python", "-c", "import os; print('CWD', os.getcwd())", timeout_sec=120)
+    assert (job.status, job.exit_code) == ("SUCCEEDED", 0), job.log
+    upload = Path(re.search(r"CWD (\S+)", job.log)[1])
+    assert upload.is_relative_to(head.folder)
+    present = {path.name for path in upload.iterdir()}
+    assert {"spn", "data_prep", "pipelines", "pyproject.toml"} <= present
+    assert not present & {".venv", ".git", "runs", ".gpu"}
+    num_bytes = sum(path.stat().st_size for path in upload.rglob("*") if path.is_file())
+    assert num_bytes < 30e6, "Ray refuses uploads of more than 100 MiB"
+
+
+def test_relative_storage_in_a_job_is_refused(head: Head) -> None:
+    # The job's working folder is a copy that goes away with the cluster: what is written there is lost.
+    command = ["python", "pipelines/full_multidim.py", "--config", "debug", "storage=runs"]
+    job = head.submit(*command, timeout_sec=120)
+    assert (job.status, job.exit_code) == ("FAILED", 2), job.log
+    assert "storage" in job.log and "Traceback" not in job.log
