@@ -1,0 +1,168 @@
+"""Attempts of a node on storage: <run folder>/nodes/<node>/<fingerprint>/<attempt>/, and what they say of themselves.
+
+_SUCCESS.json is written last, in one put; without it, or when a file it lists is missing, an attempt counts as
+unfinished, whatever else lies there. _STARTED.json only helps to explain and to continue an unfinished attempt.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from pipelines.node import NodeOutput
+from pipelines.storage import Store
+
+SUCCESS = "_SUCCESS.json"
+STARTED = "_STARTED.json"
+ERROR = "error.txt"
+LOG = "log.txt"
+_TIME = "%Y%m%dT%H%M%S"
+
+
+@dataclass(frozen=True)
+class Success:
+    """Content of _SUCCESS.json."""
+
+    node: str
+    fingerprint: str
+    attempt: str
+    started: str  # ISO time, UTC
+    finished: str
+    outputs: Mapping[str, Mapping[str, Any]]  # relative path -> {"bytes": int, "sha256": str}
+    named: Mapping[str, str]
+    upstream: Mapping[str, str]  # node -> attempt
+    ingredients: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    mlflow_run_id: str | None
+    git_commit: str
+    adopted: Mapping[str, str] | None = None  # --keep: {"fingerprint": where the files lie, "when", "in_spite_of"}
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
+
+    @staticmethod
+    def from_bytes(content: bytes) -> Success:
+        """Raises ValueError when it is not a _SUCCESS.json of ours."""
+        try:
+            return Success(**json.loads(content))
+        except TypeError as error:
+            raise ValueError(f"{SUCCESS}: {error}") from error
+
+    @property
+    def folder(self) -> str:
+        """Where the files lie: an adopted output stays in the folder of the fingerprint that made it."""
+        made_by = self.adopted["fingerprint"] if self.adopted else self.fingerprint
+        return attempt_folder(self.node, made_by, self.attempt)
+
+    def output(self, store: Store) -> NodeOutput:
+        return NodeOutput(
+            uri=store.uri_of(self.folder),
+            named=dict(self.named),
+            metrics=dict(self.metrics),
+            attempt=self.attempt,
+            mlflow_run_id=self.mlflow_run_id,
+        )
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What was found of one attempt."""
+
+    node: str
+    fingerprint: str
+    attempt: str
+    success: Success | None  # None: not finished, or damaged
+    damage: str = ""  # why a finished attempt cannot be used
+    started: Mapping[str, Any] = field(default_factory=dict)  # content of _STARTED.json, {} when unreadable
+    failed: bool = False  # it left an error.txt
+
+    @property
+    def folder(self) -> str:
+        return attempt_folder(self.node, self.fingerprint, self.attempt)
+
+    @property
+    def ingredients(self) -> Mapping[str, Any]:
+        return self.success.ingredients if self.success else self.started.get("ingredients", {})
+
+
+def attempt_folder(node: str, fingerprint: str, attempt: str) -> str:
+    return posixpath.join("nodes", node, fingerprint, attempt)
+
+
+def new_attempt_id(existing: list[str] | tuple[str, ...] = (), *, now: datetime | None = None) -> str:
+    """UTC time and six random hex digits; sorts after all `existing` ids even if a clock went back."""
+    moment = (now or datetime.now(tz=UTC)).replace(microsecond=0, tzinfo=UTC)
+    newest = max(existing, default="")[: len("20000101T000000")]
+    if newest and newest >= moment.strftime(_TIME):
+        moment = datetime.strptime(newest, _TIME).replace(tzinfo=UTC) + timedelta(seconds=1)
+    return f"{moment.strftime(_TIME)}-{secrets.token_hex(3)}"
+
+
+def history(store: Store, node: str) -> list[Attempt]:
+    """All attempts of a node under whatever fingerprint, newest first."""
+    found = []
+    for made_by in store.list(posixpath.join("nodes", node)):
+        if made_by.is_folder:
+            attempts = (entry for entry in store.list(made_by.path) if entry.is_folder)
+            found += [_read(store, node, posixpath.basename(made_by.path), entry.path) for entry in attempts]
+    # Of an adopted output and its original, which share an id, the original comes first.
+    return sorted(found, key=lambda a: (a.attempt, not (a.success and a.success.adopted)), reverse=True)
+
+
+def problems(store: Store, success: Success, *, deep: bool = False) -> list[str]:
+    """Files that are missing or have another size (deep: or another checksum) than _SUCCESS.json says."""
+    present = {entry.path: entry.bytes for entry in store.walk(success.folder)}
+    wrong = []
+    for relative, expected in success.outputs.items():
+        path = posixpath.join(success.folder, relative)
+        if path not in present:
+            wrong.append(f"{relative} is missing")
+        elif present[path] != expected["bytes"]:
+            wrong.append(f"{relative} has {present[path]} bytes instead of {expected['bytes']}")
+        elif deep and store.sha256(path) != expected["sha256"]:
+            wrong.append(f"{relative} has another checksum")
+    return wrong
+
+
+def measure(store: Store, folder: str, named: Mapping[str, str], known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Size and checksum of every file that `named` covers; `known` are checksums that need not be computed again.
+
+    Raises ValueError when a named output is not there or an empty folder.
+    """
+    outputs: dict[str, dict[str, Any]] = {}
+    for name, relative in named.items():
+        entry = store.info(posixpath.join(folder, relative))
+        files = [] if entry is None else store.walk(entry.path) if entry.is_folder else [entry]
+        if not files:
+            raise ValueError(f"output {name!r}: there is no file at {relative!r}")
+        for file in files:
+            inside = posixpath.relpath(file.path, folder)
+            outputs[inside] = {"bytes": file.bytes, "sha256": known.get(inside) or store.sha256(file.path)}
+    return dict(sorted(outputs.items()))
+
+
+def utc_now() -> str:
+    return datetime.now(tz=UTC).isoformat(timespec="seconds")
+
+
+def _read(store: Store, node: str, fingerprint: str, folder: str) -> Attempt:
+    attempt = posixpath.basename(folder)
+    names = {posixpath.basename(entry.path) for entry in store.list(folder)}
+    started: dict[str, Any] = {}
+    if STARTED in names:
+        try:
+            started = json.loads(store.read_bytes(posixpath.join(folder, STARTED)))
+        except ValueError:
+            pass  # only an aid; the attempt itself is judged by its files
+    success, damage = None, ""
+    if SUCCESS in names:
+        try:
+            success = Success.from_bytes(store.read_bytes(posixpath.join(folder, SUCCESS)))
+        except ValueError:
+            damage = f"{SUCCESS} is not readable"
+    return Attempt(node, fingerprint, attempt, success, damage, started, ERROR in names)

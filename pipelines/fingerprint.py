@@ -1,0 +1,198 @@
+"""What decides whether a node's output is still valid: a hash of its config, its code and what it was made from.
+
+The ingredients stay beside the output (in _SUCCESS.json), so that a later start can say in words what changed.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import enum
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("spn", "data_prep", "pipelines")
+ROOT = Path(__file__).resolve().parents[1]  # the folder that holds the packages
+SCHEMA = 1  # a higher number makes every node run again
+_MAX_CHANGES = 4  # named in an explanation; the rest is counted
+
+
+def canonical(value: Any, *, where: str = "config") -> Any:
+    """Plain JSON value of a config value: dataclasses and mappings as dicts, sequences as lists, paths as strings.
+
+    Raises ValueError naming the place for values without a meaning outside this process (objects, functions).
+    """
+    if isinstance(value, enum.Enum):
+        return canonical(value.value, where=where)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: canonical(getattr(value, f.name), where=f"{where}.{f.name}") for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): canonical(value[key], where=f"{where}.{key}") for key in sorted(value, key=str)}
+    if isinstance(value, set | frozenset):
+        return sorted(canonical(item, where=where) for item in value)
+    if isinstance(value, list | tuple):
+        return [canonical(item, where=f"{where}.{i}") for i, item in enumerate(value)]
+    raise ValueError(f"{where} is a {type(value).__name__}; it must be a plain value, a dataclass, a mapping or a list")
+
+
+def digest(value: Any) -> str:
+    """Hex SHA-256 of a config value."""
+    text = json.dumps(canonical(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def flatten(value: Any, *, prefix: str = "") -> dict[str, Any]:
+    """Nested config value -> {"train.num_steps": 100, ...}; lists of plain values stay whole."""
+    value = canonical(value, where=prefix or "config")
+    if not isinstance(value, dict):
+        return {prefix: value}
+    flat = {} if value or not prefix else {prefix: {}}
+    for key, item in value.items():
+        flat.update(flatten(item, prefix=f"{prefix}.{key}" if prefix else key))
+    return flat
+
+
+def code_hashes(module: str, *, packages: tuple[str, ...] = PACKAGES, root: Path = ROOT) -> dict[str, str]:
+    """Hash of the syntax tree of a module and of every project module that it imports, at whatever depth.
+
+    Imports inside functions count; imports for type checkers only do not. Comments, docstrings and layout do not
+    matter. Raises ValueError if `module` is not in `packages` or has no source file.
+    """
+    if module.split(".")[0] not in packages:
+        raise ValueError(f"module {module} is in none of the packages {', '.join(packages)}")
+    if _source(module, root=root) is None:
+        raise ValueError(f"module {module} has no source file below {root}")
+    hashes: dict[str, str] = {}
+    queue = _with_parents(module)
+    while queue:
+        name = queue.pop()
+        file = _source(name, root=root) if name not in hashes and name.split(".")[0] in packages else None
+        if file is None:
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+        hashes[name] = hashlib.sha256(_text(tree).encode()).hexdigest()[:16]
+        package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+        for imported in _imports(tree, package=package):
+            queue.extend(_with_parents(imported))
+    return dict(sorted(hashes.items()))
+
+
+def ingredients(
+    *, function: str, config: Mapping[str, Any], code: Mapping[str, str], upstream: Mapping[str, str], source: str
+) -> dict[str, Any]:
+    """All that a node's output depends on; upstream is {node: output id}."""
+    return {
+        "schema": SCHEMA,
+        "function": function,
+        "config": canonical(config),
+        "code": dict(sorted(code.items())),
+        "upstream": dict(sorted(upstream.items())),
+        "source": source,
+    }
+
+
+def fingerprint(parts: Mapping[str, Any]) -> str:
+    """Short name of the ingredients: 16 hex digits."""
+    return digest(parts)[:16]
+
+
+def code_hash(parts: Mapping[str, Any]) -> str:
+    """One hash over all modules of the ingredients."""
+    return digest(parts["code"])[:16]
+
+
+def explain(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """What changed between two sets of ingredients, in words; "" when nothing did."""
+    reasons = []
+    if old.get("schema") != new["schema"]:
+        reasons.append("fingerprint rules changed")
+    if old.get("function") != new["function"]:
+        reasons.append(f"function changed: {old.get('function')} -> {new['function']}")
+    before, after = flatten(old.get("config", {})), flatten(new["config"])
+    changes = [_change(key, before, after) for key in _differing(before, after)]
+    if changes:
+        reasons.append(f"config changed: {_some(changes)}")
+    modules = _differing(old.get("code", {}), new["code"])
+    if modules:
+        reasons.append(f"code changed: {_some(modules)}")
+    upstream = _differing(old.get("upstream", {}), new["upstream"])
+    if upstream:
+        reasons.append(f"new output of {_some(upstream)}")
+    if old.get("source", "") != new["source"]:
+        reasons.append("source files changed")
+    return "; ".join(reasons)
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    missing = object()
+    return sorted(key for key in {*old, *new} if old.get(key, missing) != new.get(key, missing))
+
+
+def _change(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    if key not in old:
+        return f"{key} = {new[key]} is new"
+    return f"{key} {old[key]} -> {new[key]}" if key in new else f"{key} is gone"
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - _MAX_CHANGES
+    return ", ".join(names[:_MAX_CHANGES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _source(module: str, *, root: Path) -> Path | None:
+    base = root.joinpath(*module.split("."))
+    for file in (base / "__init__.py", base.with_name(base.name + ".py")):
+        if file.is_file():
+            return file
+    return None
+
+
+def _with_parents(module: str) -> list[str]:
+    parts = module.split(".")  # importing a.b.c runs a/__init__.py and a/b/__init__.py too
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def _imports(tree: ast.Module, *, package: str) -> Iterator[str]:
+    """Absolute names that may be modules; `from a import b` gives a and a.b, of which a.b may be a plain name."""
+    queue: list[ast.AST] = [tree]
+    while queue:
+        node = queue.pop()
+        if isinstance(node, ast.If) and _is_type_checking(node.test):
+            queue.extend(node.orelse)
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        queue.extend(ast.iter_child_nodes(node))
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    return "TYPE_CHECKING" in (getattr(test, "id", ""), getattr(test, "attr", ""))
+
+
+def _text(node: Any) -> str:
+    """Syntax tree as text without bare strings and empty fields (Python versions differ in which empty ones exist)."""
+    if isinstance(node, list):
+        return "[" + ",".join(_text(item) for item in node if not _is_bare_string(item)) + "]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
+    return type(node).__name__ + "(" + ",".join(f"{name}={_text(value)}" for name, value in fields) + ")"
+
+
+def _is_bare_string(node: Any) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

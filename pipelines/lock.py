@@ -1,0 +1,196 @@
+"""One start at a time on a run folder: a lock file locally, a lease object on object stores.
+
+A holder writes who it is and, every few seconds, that it is still alive. The lock of a dead process on this machine,
+or one without a sign of life for `stale_sec`, is taken over. On an object store there is no exclusive create, so two
+starts in the same second are told apart by reading the lease back after a moment; attempt ids keep even two writers
+harmless.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from datetime import UTC, datetime
+
+import psutil
+
+from pipelines.errors import UserError
+from pipelines.storage import Store
+
+HEARTBEAT_SEC = 10.0
+STALE_SEC = 90.0  # several heartbeats: a busy disk must not look like death
+SETTLE_SEC = 1.0  # object stores: how long a rival start may need to overwrite our lease
+
+
+class Lock:
+    """Context manager; raises UserError (one line: who holds it, since when) when the run folder is in use."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        file: str = "run.lock",
+        stale_sec: float = STALE_SEC,
+        heartbeat_sec: float = HEARTBEAT_SEC,
+        settle_sec: float = SETTLE_SEC,
+    ) -> None:
+        self.store, self.file = store, file
+        self.stale_sec, self.heartbeat_sec, self.settle_sec = stale_sec, heartbeat_sec, settle_sec
+        self.lost = False  # another start took the lock over: this one was silent for too long
+        self._token = uuid.uuid4().hex
+        self._started = time.time()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Lock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def acquire(self) -> None:
+        """Raises UserError if another living start holds the lock."""
+        if self.store.is_local:
+            self._create_file()
+        else:
+            self._take_lease()
+        self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Gives the lock back, unless another start has taken it over meanwhile."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+        holder = self._read()
+        if holder is not None and holder.get("token") == self._token:
+            self.store.delete(self.file)
+
+    def _create_file(self) -> None:
+        path = self.store.local(self.file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for _ in range(3):
+            try:
+                handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            except FileExistsError:
+                self._evict_if_stale()
+                continue
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(self._content())
+            return
+        raise UserError(_refusal(self.store, self._read() or {}))
+
+    def _evict_if_stale(self) -> None:
+        """Removes a dead start's lock file, or raises UserError. Only one of several rivals gets to remove it."""
+        holder = self._read()
+        if holder is None:
+            return
+        if not self._is_stale(holder):
+            raise UserError(_refusal(self.store, holder))
+        path = self.store.local(self.file)
+        aside = path.with_name(f"{path.name}.{self._token}")
+        try:
+            os.rename(path, aside)
+        except FileNotFoundError:
+            return
+        moved = _parse(aside.read_bytes())
+        if moved.get("token") != holder.get("token"):  # a rival was faster: that is its fresh lock, give it back
+            try:
+                os.link(aside, path)
+            except FileExistsError:
+                pass
+        aside.unlink()
+
+    def _take_lease(self) -> None:
+        holder = self._read()
+        if holder is not None and not self._is_stale(holder):
+            raise UserError(_refusal(self.store, holder))
+        self.store.write_bytes(self.file, self._content())
+        time.sleep(self.settle_sec)
+        holder = self._read() or {}
+        if holder.get("token") != self._token:
+            raise UserError(_refusal(self.store, holder))
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self.heartbeat_sec):
+            try:
+                holder = self._read()
+                if holder is not None and holder.get("token") != self._token:
+                    self.lost = True
+                    return
+                self.store.write_bytes(self.file, self._content())
+            except OSError:
+                continue  # a store that is away for a moment: the next beat tries again
+
+    def _is_stale(self, holder: dict) -> bool:
+        if holder.get("place") == _place():  # a living process keeps it, however long it was suspended
+            return not _is_alive(holder.get("pid"), holder.get("process_started"))
+        return time.time() - holder.get("heartbeat", 0.0) > self.stale_sec
+
+    def _read(self) -> dict | None:
+        try:
+            content = self.store.read_bytes(self.file)
+        except FileNotFoundError:
+            return None
+        holder = _parse(content)
+        if not holder and self.store.is_local:
+            # Created but not written yet, or its writer died between the two: judge by the file's age.
+            try:
+                return {"heartbeat": os.path.getmtime(self.store.path(self.file))}
+            except FileNotFoundError:
+                return None
+        return holder
+
+    def _content(self) -> bytes:
+        process = psutil.Process()
+        return json.dumps(
+            {
+                "token": self._token,
+                "host": socket.gethostname(),
+                "place": _place(),
+                "pid": process.pid,
+                "process_started": process.create_time(),
+                "since": self._started,
+                "heartbeat": time.time(),
+            }
+        ).encode()
+
+
+def _place() -> str:
+    """Names the set of processes that this pid belongs to: containers may share a host name and not their pids."""
+    try:
+        return f"{socket.gethostname()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _is_alive(pid: int | None, started: float | None) -> bool:
+    try:
+        process = psutil.Process(pid or -1)
+        same = started is None or abs(process.create_time() - started) < 2.0  # the pid may be another process by now
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, ValueError):
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
+def _parse(content: bytes) -> dict:
+    try:
+        holder = json.loads(content)
+    except ValueError:
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def _refusal(store: Store, holder: dict) -> str:
+    if "pid" not in holder:
+        return f"{store.uri} is in use by another start; wait for it to end, or stop it"
+    since = datetime.fromtimestamp(holder.get("since", 0.0), tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    who = f"process {holder['pid']} on {holder.get('host', 'an unknown host')}"
+    return f"{store.uri} is in use by {who} since {since}; wait for it to end, or stop it"

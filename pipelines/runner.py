@@ -1,0 +1,318 @@
+"""Runs a plan: nodes as Ray tasks, side by side where resources allow, scheduled from the driver.
+
+The driver hands out paths and ids only. A failed node stops what depends on it; the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import posixpath
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipelines import attempts, fingerprint
+from pipelines.attempts import Success
+from pipelines.cluster import ClusterInfo
+from pipelines.git import git_commit
+from pipelines.lock import Lock
+from pipelines.node import Node, NodeContext, NodeOutput
+from pipelines.plan import KEEP, NOT_SELECTED, RUN, SKIP, WAIT, Decision, Plan, decide
+from pipelines.progress import Hub, LiveDisplay, PlainDisplay, clock
+from pipelines.task import Outcome, Task, adopt, execute
+from pipelines.tracking import Ledger, RunHandle
+
+EXECUTED, SKIPPED, FAILED, BLOCKED = "executed", "skipped", "failed", "blocked"
+_POLL_SEC = 0.5
+_CANCEL_SEC = 1.0  # Ray kills a stopped job 3 s after SIGTERM, and there is more to do in that time
+
+
+class Stopped(KeyboardInterrupt):
+    """The start was told to end (SIGTERM), or lost its lock."""
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """How one node ended. Plain values."""
+
+    state: str  # executed | skipped | failed | blocked | not selected
+    attempt: str | None = None
+    uri: str | None = None  # of the attempt's folder
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    mlflow_run_id: str | None = None  # of the run that made the output
+    error: str = ""  # failed: one line; blocked: what it waited for
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """How a start ended."""
+
+    nodes: Mapping[str, NodeReport]
+
+    @property
+    def ok(self) -> bool:
+        return not any(node.state in (FAILED, BLOCKED) for node in self.nodes.values())
+
+    def named(self, state: str) -> list[str]:
+        return [name for name, node in self.nodes.items() if node.state == state]
+
+
+def run(
+    plan: Plan,
+    *,
+    cluster: ClusterInfo,
+    ledger: Ledger,
+    display: PlainDisplay | LiveDisplay,
+    lock: Lock | None = None,
+) -> RunReport:
+    """Carries out a plan in the connected Ray session; the ledger's pipeline run must be open and is not closed here.
+
+    Raises UserError before anything starts if a node can never fit into the cluster. On KeyboardInterrupt and SIGTERM
+    it cancels the tasks, closes their MLflow runs as KILLED and raises on.
+    """
+    for decision in plan.decisions:
+        if decision.action in (RUN, WAIT):
+            own = {"CPU": decision.node.num_cpus, "GPU": decision.node.num_gpus}
+            need = {name: max(own.get(name, 0), amount) for name, amount in decision.node.total_cost.items()}
+            cluster.check_fits(decision.node.name, need)
+    engine = _Engine(plan, cluster, ledger, display, lock)
+    with _sigterm_stops():
+        try:
+            return engine.run()
+        except BaseException:
+            engine.cancel()
+            raise
+        finally:
+            engine.hub.close()
+
+
+@dataclass
+class _Running:
+    decision: Decision
+    handle: RunHandle
+    attempt: str
+    since: float
+
+
+class _Engine:
+    """State of one start."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        cluster: ClusterInfo,
+        ledger: Ledger,
+        display: PlainDisplay | LiveDisplay,
+        lock: Lock | None,
+    ) -> None:
+        import ray
+
+        self.ray = ray
+        self.plan, self.cluster, self.ledger, self.display, self.lock = plan, cluster, ledger, display, lock
+        self.hub = Hub()
+        self.commit = git_commit()
+        self.remote = ray.remote(max_retries=0, max_calls=1)(execute)  # a process ends with its node: memory is free
+        self.running: dict[Any, _Running] = {}
+        self.taken: dict[str, float] = {}
+        self.reports: dict[str, NodeReport] = {}
+        self.outputs: dict[str, NodeOutput] = {}
+
+    def run(self) -> RunReport:
+        for decision in self.plan.decisions:
+            if decision.action == NOT_SELECTED:
+                self._have(decision.node.name, decision.success, NOT_SELECTED)
+        while len(self.reports) < len(self.plan.decisions):
+            if self.lock is not None and self.lock.lost:
+                raise Stopped(f"another start took over {self.plan.store.uri}")
+            for decision in self.plan.decisions:
+                self._advance(decision)
+            if self.running:
+                ready, _ = self.ray.wait(list(self.running), num_returns=1, timeout=_POLL_SEC)
+                for reference in ready:
+                    self._collect(reference)
+            self.display.show({name: update for name, update in self.hub.poll().items() if name in self._active()})
+        return RunReport({name: self.reports[name] for name in self.plan.names})
+
+    def cancel(self) -> None:
+        """Ends all tasks (first asking, then killing their processes, with all they started)."""
+        for reference in self.running:
+            with contextlib.suppress(Exception):
+                self.ray.cancel(reference, force=False)
+        if self.running:
+            _, alive = self.ray.wait(list(self.running), num_returns=len(self.running), timeout=_CANCEL_SEC)
+            for reference in alive:
+                with contextlib.suppress(Exception):
+                    self.ray.cancel(reference, force=True)
+        for running in self.running.values():
+            self.ledger.finish(running.handle, "KILLED")
+            self.display.line(f"[{running.decision.node.name}] stopped; attempt {running.attempt} is unfinished")
+        self.running.clear()
+
+    def _active(self) -> set[str]:
+        return {running.decision.node.name for running in self.running.values()}
+
+    def _advance(self, decision: Decision) -> None:
+        """Starts, skips or blocks a node if its time has come."""
+        node = decision.node
+        if node.name in self.reports or node.name in self._active():
+            return
+        broken = [need for need in node.needs if self._is_broken(need)]
+        if broken:
+            self.reports[node.name] = NodeReport(BLOCKED, error=f"needs {broken[0]}")
+            self.display.line(f"[{node.name}] not started: it needs {broken[0]}")
+            return
+        if decision.action == SKIP:
+            assert decision.success is not None
+            self._reuse(decision, decision.success)
+            return
+        if any(need not in self.outputs for need in node.needs) or not self._fits(node):
+            return
+        if decision.fingerprint is None:  # now the ids of what it is made from are known
+            why = decision.reason
+            upstream = {need: self.outputs[need].attempt for need in node.needs}
+            decision = decide(node, upstream, self.plan)
+            decision = decision if decision.action != RUN else replace(decision, reason=why)
+        if decision.action == RUN:
+            self._submit(decision)
+        elif decision.action == KEEP:
+            self._keep(decision)
+        else:
+            assert decision.success is not None
+            self._reuse(decision, decision.success)
+
+    def _is_broken(self, need: str) -> bool:
+        return need in self.reports and self.reports[need].state in (FAILED, BLOCKED)
+
+    def _fits(self, node: Node) -> bool:
+        cost = node.total_cost.items()
+        return all(self.taken.get(name, 0) + amount <= self.cluster.budget(name) + 1e-9 for name, amount in cost)
+
+    def _submit(self, decision: Decision) -> None:
+        node, store = decision.node, self.plan.store
+        assert decision.fingerprint is not None and decision.ingredients is not None
+        attempt = decision.attempt or attempts.new_attempt_id(decision.known_attempts)
+        folder = attempts.attempt_folder(node.name, decision.fingerprint, attempt)
+        before = _started(self.plan, folder) if decision.attempt else {}
+        handle = self.ledger.start_node(
+            node.name,
+            tags=self._tags(decision, attempt),
+            params=node.config,
+            continue_id=before.get("mlflow_run_id"),
+        )
+        started = {
+            "node": node.name,
+            "started": before.get("started") or attempts.utc_now(),
+            "ingredients": decision.ingredients,
+            "mlflow_run_id": handle.run_id,
+        }
+        store.write_bytes(posixpath.join(folder, attempts.STARTED), json.dumps(started, indent=1).encode())
+        context = NodeContext(
+            node=node.name,
+            fingerprint=decision.fingerprint,
+            attempt=attempt,
+            config=node.config,
+            options=node.options,
+            inputs={need: self.outputs[need] for need in node.needs},
+            out=store.uri_of(folder),
+            run=handle,
+            progress=self.hub.reporter(node.name),
+            fresh=decision.attempt is None,
+        )
+        upstream = {need: self.outputs[need].attempt for need in node.needs}
+        task = Task(store, node.function, context, upstream, decision.ingredients, self.commit)
+        options = {"name": f"node:{node.name}", "num_cpus": node.num_cpus, "num_gpus": node.num_gpus}
+        reference = self.remote.options(**options).remote(task)
+        self.running[reference] = _Running(decision, handle, attempt, time.monotonic())
+        for name, amount in node.total_cost.items():
+            self.taken[name] = self.taken.get(name, 0) + amount
+        self.display.line(f"[{node.name}] starts: {decision.reason}")
+
+    def _collect(self, reference: Any) -> None:
+        running = self.running.pop(reference)
+        node = running.decision.node
+        for name, amount in node.total_cost.items():
+            self.taken[name] -= amount
+        folder = attempts.attempt_folder(node.name, running.decision.fingerprint or "", running.attempt)
+        try:
+            outcome: Outcome = self.ray.get(reference)
+        except self.ray.exceptions.RayError as error:  # its process died: nobody else could write this down
+            message = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+            self.plan.store.write_text(posixpath.join(folder, attempts.ERROR), f"{type(error).__name__}: {error}\n")
+            outcome = Outcome(None, message)
+        seconds = time.monotonic() - running.since
+        self.display.end(node.name)
+        if outcome.success is not None:
+            self.ledger.finish(running.handle, "FINISHED", metrics=outcome.success.metrics)
+            self._have(node.name, outcome.success, EXECUTED, seconds=seconds)
+            self.display.line(f"[{node.name}] done in {clock(seconds)}")
+            return
+        self.ledger.finish(running.handle, "FAILED")
+        uri = self.plan.store.uri_of(folder)
+        self.reports[node.name] = NodeReport(
+            FAILED, running.attempt, uri, {}, seconds, running.handle.run_id, outcome.error
+        )
+        self.display.line(f"[{node.name}] FAILED after {clock(seconds)}: {outcome.error}")
+        self.display.line(f"[{node.name}] see {self.plan.store.uri_of(posixpath.join(folder, attempts.ERROR))}")
+
+    def _keep(self, decision: Decision) -> None:
+        assert decision.success is not None and decision.fingerprint and decision.ingredients is not None
+        parts = decision.ingredients
+        why = fingerprint.explain(decision.success.ingredients, parts) or "nothing that can be named"
+        record = adopt(self.plan.store, decision.success, fingerprint=decision.fingerprint, ingredients=parts, why=why)
+        self._reuse(decision, record)
+
+    def _reuse(self, decision: Decision, success: Success) -> None:
+        tags = self._tags(decision, success.attempt)
+        if success.adopted:
+            tags["adopted"] = success.adopted["in_spite_of"]
+        self.ledger.reuse_node(decision.node.name, tags=tags, reused_run=success.mlflow_run_id)
+        self._have(decision.node.name, success, SKIPPED)
+
+    def _have(self, name: str, success: Success | None, state: str, *, seconds: float = 0.0) -> None:
+        if success is None:
+            self.reports[name] = NodeReport(state)
+            return
+        output = success.output(self.plan.store)
+        self.outputs[name] = output
+        self.reports[name] = NodeReport(
+            state, success.attempt, output.uri, output.metrics, seconds, success.mlflow_run_id
+        )
+
+    def _tags(self, decision: Decision, attempt: str) -> dict[str, str]:
+        return {
+            "stage": decision.node.name,
+            "fingerprint": decision.fingerprint or "",
+            "code_hash": fingerprint.code_hash(decision.ingredients) if decision.ingredients else "",
+            "git_commit": self.commit,
+            "attempt": attempt,
+            **decision.node.tags,
+        }
+
+
+def _started(plan: Plan, folder: str) -> dict[str, Any]:
+    try:
+        return json.loads(plan.store.read_bytes(posixpath.join(folder, attempts.STARTED)))
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+@contextlib.contextmanager
+def _sigterm_stops() -> Iterator[None]:
+    """Turns SIGTERM into an exception in the driver's main thread; elsewhere signals cannot be caught."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise Stopped("told to stop (SIGTERM)")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)

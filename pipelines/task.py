@@ -1,0 +1,150 @@
+"""What happens inside a node's Ray task: call its function, keep its log, seal its outputs with _SUCCESS.json."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import logging
+import posixpath
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from pipelines import attempts, tracking
+from pipelines.attempts import Success
+from pipelines.errors import UserError
+from pipelines.node import NodeContext, NodeResult
+from pipelines.storage import Store
+
+
+@dataclass(frozen=True)
+class Task:
+    """Everything the worker needs. Picklable."""
+
+    store: Store
+    function: str
+    context: NodeContext
+    upstream: Mapping[str, str]
+    ingredients: Mapping[str, Any]
+    git_commit: str
+
+    @property
+    def folder(self) -> str:
+        return attempts.attempt_folder(self.context.node, self.context.fingerprint, self.context.attempt)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the driver gets back: exactly one of the two."""
+
+    success: Success | None
+    error: str = ""  # one line
+
+
+def execute(task: Task) -> Outcome:
+    """Runs a node to its _SUCCESS.json, or leaves error.txt. Does not raise, except when cancelled."""
+    store, started = task.store, attempts.utc_now()
+    local = store.local(task.folder)
+    if local is not None:
+        local.mkdir(parents=True, exist_ok=True)
+    store.delete(posixpath.join(task.folder, attempts.ERROR))
+    with kept_log(store, posixpath.join(task.folder, attempts.LOG)):
+        try:
+            result = _function(task.function)(task.context)
+            assert isinstance(result, NodeResult), f"{task.function} returned {type(result).__name__}, not a NodeResult"
+            outputs = attempts.measure(store, task.folder, result.outputs, result.sha256)
+        except Exception as error:
+            text = traceback.format_exc()
+            print(text, file=sys.stderr)
+            return _failed(task, error, text)
+        finally:
+            tracking.flush_open_runs()
+    success = Success(
+        node=task.context.node,
+        fingerprint=task.context.fingerprint,
+        attempt=task.context.attempt,
+        started=started,
+        finished=attempts.utc_now(),
+        outputs=outputs,
+        named=dict(result.outputs),
+        upstream=dict(task.upstream),
+        ingredients=dict(task.ingredients),
+        metrics={key: float(value) for key, value in result.metrics.items()},
+        mlflow_run_id=task.context.run.run_id,
+        git_commit=task.git_commit,
+    )
+    store.write_bytes(posixpath.join(task.folder, attempts.SUCCESS), success.to_bytes())
+    return Outcome(success)
+
+
+def adopt(store: Store, kept: Success, *, fingerprint: str, ingredients: Mapping[str, Any], why: str) -> Success:
+    """Writes a _SUCCESS.json that makes an older output the current one; the output keeps its id and its place."""
+    made_by = kept.adopted["fingerprint"] if kept.adopted else kept.fingerprint
+    adopted = {"fingerprint": made_by, "when": attempts.utc_now(), "in_spite_of": why}
+    record = dataclasses.replace(
+        kept,
+        fingerprint=fingerprint,
+        ingredients=dict(ingredients),
+        upstream=dict(ingredients["upstream"]),
+        adopted=adopted,
+    )
+    folder = attempts.attempt_folder(kept.node, fingerprint, kept.attempt)
+    store.write_bytes(posixpath.join(folder, attempts.SUCCESS), record.to_bytes())
+    return record
+
+
+@contextlib.contextmanager
+def kept_log(store: Store, file: str) -> Iterator[None]:
+    """Copies prints and log records of this process to a file in the attempt, after what an earlier try left there."""
+    local = store.local(file)
+    with contextlib.ExitStack() as stack:
+        if local is None:
+            local = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log.txt"
+            if store.exists(file):
+                store.download(file, local)
+            stack.callback(lambda: store.upload(local, file))
+        stream = stack.enter_context(local.open("a", encoding="utf-8", errors="replace", buffering=1))
+        stack.enter_context(contextlib.redirect_stdout(_Tee(stream, sys.stdout)))
+        stack.enter_context(contextlib.redirect_stderr(_Tee(stream, sys.stderr)))
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        root, level = logging.getLogger(), logging.getLogger().level
+        root.addHandler(handler)
+        root.setLevel(min(level, logging.INFO))
+        stack.callback(root.setLevel, level)
+        stack.callback(root.removeHandler, handler)
+        print(f"--- {attempts.utc_now()} start", file=stream)
+        yield
+
+
+class _Tee:
+    """Writes to a file and to what was there before; everything else is the old stream's."""
+
+    def __init__(self, file: IO[str], stream: IO[str]) -> None:
+        self._file, self._stream = file, stream
+
+    def write(self, text: str) -> int:
+        if not self._file.closed:  # a thread may print after its node has ended
+            self._file.write(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _function(name: str) -> Any:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _failed(task: Task, error: BaseException, text: str) -> Outcome:
+    task.store.write_text(posixpath.join(task.folder, attempts.ERROR), text)
+    message = next(iter(str(error).strip().splitlines()), "")
+    if isinstance(error, UserError):
+        return Outcome(None, message)
+    return Outcome(None, f"{type(error).__name__}: {message}" if message else type(error).__name__)
