@@ -5,6 +5,7 @@ B batch, H W image, S scaling factor (S * S slices), h w slice (h = H/S), V valu
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +34,19 @@ def _positive(owner: object, *names: str) -> None:
             raise ValueError(f"{name} is {value}; it must be at least 1")
 
 
+def _check_sizes(own: DecoderConfig | EmbedderConfig, num_layers: str) -> None:
+    """What decoder and embedder have in common; `num_layers` names the field of the convolutional part."""
+    _positive(own, num_layers, "conv_channels", "residual_channels", "num_attn_heads", "attn_head_dim")
+    _positive(own, "num_memory_rows")
+    if own.num_attn_layers < 0:
+        raise ValueError(f"num_attn_layers is {own.num_attn_layers}; it must be at least 0")
+    if own.num_attn_heads * own.attn_head_dim % 2:
+        width = f"num_attn_heads {own.num_attn_heads} * attn_head_dim {own.attn_head_dim}"
+        raise ValueError(f"attention width is {width}; it must be even, half sines and half cosines of the position")
+    if not 0 <= own.dropout < 1:
+        raise ValueError(f"dropout is {own.dropout}; it must be at least 0 and below 1")
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     """Masked 1D self-attention followed by a Gated PixelCNN (table 4, "Decoder")."""
@@ -47,8 +61,7 @@ class DecoderConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        _positive(self, "num_layers", "conv_channels", "residual_channels", "num_attn_heads", "attn_head_dim")
-        _positive(self, "num_memory_rows")
+        _check_sizes(self, "num_layers")
 
 
 @dataclass(frozen=True)
@@ -65,8 +78,7 @@ class EmbedderConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        _positive(self, "num_conv_layers", "conv_channels", "residual_channels", "num_attn_heads", "attn_head_dim")
-        _positive(self, "num_memory_rows")
+        _check_sizes(self, "num_conv_layers")
 
 
 @dataclass(frozen=True)
@@ -82,16 +94,22 @@ class SPNConfig:
     embedder: EmbedderConfig | None = None  # None: decoder alone (baseline, first_slice)
 
     def __post_init__(self) -> None:
-        if not self.stage.startswith(STAGES):
-            raise ValueError(f"stage is {self.stage!r}; it must be one of {', '.join(STAGES)}")
+        if self.stage not in STAGES and not re.fullmatch(r"depth_upscale_[1-8]", self.stage):
+            raise ValueError(f"stage is {self.stage!r}; it must be one of {', '.join(STAGES)}, depth_upscale_<bits>")
         _positive(self, "image_size", "scaling_factor", "num_bits")
         if self.image_size % self.scaling_factor:
-            raise ValueError(f"image_size is {self.image_size}; scaling_factor {self.scaling_factor} does not divide it")
+            raise ValueError(
+                f"image_size is {self.image_size}; scaling_factor {self.scaling_factor} does not divide it"
+            )
         if self.num_given_bits < 0 or self.num_given_bits + self.num_bits > 8:
             total = f"{self.num_given_bits} given + {self.num_bits} generated"
             raise ValueError(f"bits are {total}; together they must be between 1 and 8")
-        if self.num_given_bits and self.embedder is None:
-            raise ValueError("embedder is None; a stage that is given high bits needs one")
+        if self.embedder is None and (self.num_given_bits or self.stage.startswith(("size", "depth"))):
+            raise ValueError(f"embedder is None; stage {self.stage} reads earlier slices or high bits and needs one")
+        if self.stage.startswith("depth") and not self.num_given_bits:
+            raise ValueError(f"num_given_bits is 0; stage {self.stage} needs high bits to add to")
+        if self.stage == "baseline" and self.scaling_factor != 1:
+            raise ValueError(f"scaling_factor is {self.scaling_factor}; the baseline generates the whole image, with 1")
 
     @property
     def slice_size(self) -> int:

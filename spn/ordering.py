@@ -28,7 +28,7 @@ def slices_to_image(slices: Tensor, scaling_factor: int) -> Tensor:
 
 
 def slot_offsets(scaling_factor: int) -> list[tuple[int, int]]:
-    """Offsets (di, dj) of the slots of the embedder's input: every slice that can precede a target, seen from the target.
+    """Offsets (di, dj) of the slots of the embedder's input: the slices that can precede a target, seen from it.
 
     A slot holds the slice at the same *relative* meta-position for every target ("the slice directly above" is always
     the same slot); this is what makes the embedder equivariant (section 3.2). There are 2 S (S - 1) of them.

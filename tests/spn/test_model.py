@@ -357,6 +357,11 @@ GOOD = SPNConfig(stage="size_upscale", image_size=8, scaling_factor=2, num_bits=
         (dict(num_given_bits=-1), ["-1 given"]),
         (dict(num_given_bits=6), ["6 given", "3 generated", "8"]),
         (dict(stage="depth_upscale", num_given_bits=3, embedder=None), ["embedder", "None"]),
+        (dict(embedder=None), ["embedder", "None", "size_upscale"]),
+        (dict(stage="depth_upscale_8"), ["num_given_bits", "0"]),
+        (dict(stage="baselines"), ["'baselines'"]),
+        (dict(stage="depth_upscale_9", num_given_bits=3), ["'depth_upscale_9'"]),
+        (dict(stage="baseline", embedder=None), ["scaling_factor", "2"]),
     ],
 )
 def test_a_wrong_network_config_names_field_and_value(changes, words):
@@ -372,6 +377,12 @@ def test_wrong_sizes_name_field_and_value(kind):
         for value in (0, -3):
             with pytest.raises(ValueError, match=f"{name} is {value}"):
                 kind(**{name: value})
+    for changes in (dict(num_attn_layers=-1), dict(dropout=-0.1), dict(dropout=1.0), dict(dropout=float("nan"))):
+        ((name, value),) = changes.items()
+        with pytest.raises(ValueError, match=f"{name} is {value}"):
+            kind(**changes)
+    with pytest.raises(ValueError, match="num_attn_heads 3 \\* attn_head_dim 5.*even"):
+        kind(num_attn_heads=3, attn_head_dim=5)
 
 
 # ---- sizes of the paper's table -----------------------------------------------------------------------------------
