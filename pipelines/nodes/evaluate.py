@@ -1,0 +1,166 @@
+"""evaluate: exact bits/dim of every part and of the whole chain on all test images, beside what they must beat."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from PIL import Image
+from torch import Tensor
+
+from data_prep.parquet import Dataset, open_dataset, pixels, read_shard
+from pipelines import storage
+from pipelines.node import NodeContext, NodeResult
+from pipelines.trained import load_stages, pick_device
+from spn.bitdepth import stage_values
+from spn.evaluation import bits_per_dim, image_nats, scored_slices
+from spn.histogram import Histogram, raw_entropy_bits
+from spn.model import SPN, SPNConfig
+
+RESULTS, PER_IMAGE = "results.json", "per_image.parquet"
+
+
+def run(context: NodeContext) -> NodeResult:
+    """config: dataset, stages (in chain order), batch_size. options: num_threads."""
+    torch.set_num_threads(context.options["num_threads"])
+    stages: list[str] = context.config["stages"]
+    data = context.inputs["prepare_data"]
+    dataset = open_dataset(storage.join(data.uri, data.named["dataset"]))
+    device = pick_device()
+    models = load_stages(context.inputs, stages, device=device)
+    size = models[stages[0]].config.image_size
+    num_test = dataset.num_images("test")
+    if num_test == 0:
+        raise ValueError(f"data set {dataset.manifest.dataset} has no test images")
+    keys: list[str] = []
+    nats: dict[str, list[float]] = {stage: [] for stage in stages}
+    plain_spn: list[float] = []  # size_upscale with slice (0, 0) as well: the same network as a model of its own
+    raw: list[np.ndarray] = []
+    for names, images in _batches(dataset, size, batch=context.config["batch_size"]):
+        image = torch.from_numpy(images.copy()).to(device).permute(0, 3, 1, 2).long()
+        for stage, model in models.items():
+            first_given = _first_given(stage, stages)
+            part = _nats(model, image, slices=scored_slices(model, first_given=first_given))
+            nats[stage] += part.tolist()
+            if first_given:
+                plain_spn += (part + _nats(model, image, slices=range(1))).tolist()
+        keys += names
+        raw.append(images)
+        context.progress.update(len(keys), num_test, unit="images", note=_note(nats, len(keys), size))
+    test = np.concatenate(raw)
+    histogram = _train_histogram(dataset, size)
+    results = {
+        "dataset": dataset.manifest.dataset,
+        "num_images": num_test,
+        "image_size": size,
+        "stages": {
+            stage: {
+                "bits_per_dim": _bits(sum(nats[stage]), num_test, size),
+                **_baselines(models[stage].config, test, histogram, first_given=_first_given(stage, stages)),
+            }
+            for stage in stages
+        },
+    }
+    parts = results["stages"].values()
+    results["total"] = {key: sum(part[key] for part in parts) for key in ("bits_per_dim", "uniform", "histogram")}
+    results["generated_bits"] = models[stages[-1]].config.num_given_bits + models[stages[-1]].config.num_bits
+    results["raw_entropy"] = raw_entropy_bits(test)
+    results["png"] = _png_bits_per_dim(test)
+    if plain_spn:
+        results["size_upscale_as_plain_spn"] = _bits(sum(plain_spn), num_test, size)
+    store = storage.open_store(context.out)
+    store.write_text(RESULTS, json.dumps(results, indent=1))
+    store.write_bytes(PER_IMAGE, _per_image(keys, nats, size))
+    metrics = {f"test/bits_per_dim/{stage}": part["bits_per_dim"] for stage, part in results["stages"].items()}
+    metrics["test/bits_per_dim/total"] = results["total"]["bits_per_dim"]
+    with context.run.open() as run:
+        run.log_metrics({"test/bits_per_dim": results["total"]["bits_per_dim"], **metrics})
+        run.log_text(json.dumps(results, indent=1), RESULTS)
+    _tell_train_runs(context, results)
+    return NodeResult(outputs={"results": RESULTS, "per_image": PER_IMAGE}, metrics=metrics)
+
+
+def _first_given(stage: str, stages: list[str]) -> bool:
+    return stage == "size_upscale" and "first_slice" in stages
+
+
+def _bits(nats: float, num_images: int, size: int) -> float:
+    return bits_per_dim(nats, num_images=num_images, image_size=size)
+
+
+def _batches(dataset: Dataset, size: int, *, batch: int) -> Iterator[tuple[list[str], np.ndarray]]:
+    """(keys, uint8 [B, H, W, 3]) over all test images at 8 bits; the last batch may be short."""
+    for shard in dataset.shards(resolution=size, bits=8, split="test"):
+        for group in range(len(shard.row_group_rows)):
+            table = read_shard(dataset.uri, shard, row_group=group, columns=["key", "px"])
+            for start in range(0, len(table), batch):
+                rows = table.slice(start, batch)
+                yield rows.column("key").to_pylist(), pixels(rows)
+
+
+def _nats(model: SPN, image: Tensor, *, slices: range) -> Tensor:
+    config = model.config
+    values, given = stage_values(image, stored_bits=8, given_bits=config.num_given_bits, num_bits=config.num_bits)
+    return image_nats(model, values, given, slices=slices).cpu()
+
+
+def _note(nats: Mapping[str, list[float]], num_images: int, size: int) -> str:
+    return f"{_bits(sum(map(sum, nats.values())), num_images, size):.3f} bits/dim"
+
+
+def _train_histogram(dataset: Dataset, size: int) -> Histogram:
+    histogram = Histogram()
+    for shard in dataset.shards(resolution=size, bits=8, split="train"):
+        for group in range(len(shard.row_group_rows)):
+            histogram.add(pixels(read_shard(dataset.uri, shard, row_group=group, columns=["px"])))
+    return histogram
+
+
+def _baselines(config: SPNConfig, test: np.ndarray, histogram: Histogram, *, first_given: bool) -> dict[str, float]:
+    """Bits/dim that a uniform distribution and the histogram need for the very dims that a stage answers for."""
+    size, step = config.image_size, config.scaling_factor
+    first = test[:, ::step, ::step]
+    nats = {"all": 0.0, "first": 0.0}
+    for name, part in (("all", test), ("first", first)):
+        nats[name] = histogram.nats(part, given_bits=config.num_given_bits, num_bits=config.num_bits)
+    share = 1 / config.num_slices
+    if config.stage == "first_slice":
+        chosen, part = nats["first"], share
+    else:
+        chosen, part = (nats["all"] - nats["first"], 1 - share) if first_given else (nats["all"], 1.0)
+    return {"uniform": config.num_bits * part, "histogram": _bits(chosen, len(test), size)}
+
+
+def _png_bits_per_dim(test: np.ndarray) -> float:
+    """Size of the images as PNG files (8 bits, Pillow's best effort), in bits for each dim."""
+    total = 0
+    for image in test:
+        buffer = io.BytesIO()
+        Image.fromarray(image).save(buffer, format="PNG", optimize=True)
+        total += buffer.tell()
+    return 8 * total / test.size
+
+
+def _per_image(keys: list[str], nats: Mapping[str, list[float]], size: int) -> bytes:
+    columns: dict[str, Any] = {"key": keys}
+    for stage, values in nats.items():
+        columns[stage] = [_bits(value, 1, size) for value in values]
+    columns["total"] = [sum(values) for values in zip(*(columns[stage] for stage in nats), strict=True)]
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns), buffer)
+    return buffer.getvalue()
+
+
+def _tell_train_runs(context: NodeContext, results: Mapping[str, Any]) -> None:
+    """Each stage's own run gets its test score too, so that the UI's compare page has it in one column."""
+    for stage, part in results["stages"].items():
+        run_id = context.inputs[f"train_{stage}"].mlflow_run_id
+        if run_id is not None and context.run.run_id is not None:
+            with type(context.run)(context.run.uri, run_id).open() as run:
+                run.log_metrics({"test/bits_per_dim": part["bits_per_dim"]})

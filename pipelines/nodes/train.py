@@ -1,0 +1,26 @@
+"""train_<stage>: one network of the chain, fitted by a TorchTrainer of its own, resumed where it was interrupted."""
+
+from __future__ import annotations
+
+import json
+
+from pipelines import storage
+from pipelines.node import NodeContext, NodeResult
+from pipelines.ray_train import fit_stage
+
+HISTORY = "history.json"
+
+
+def run(context: NodeContext) -> NodeResult:
+    """config: stage, model (SPNConfig), train (TrainConfig), stored_bits, seed.
+
+    options: resources (ResourcesConfig), plan (BatchPlan).
+    """
+    dataset = context.inputs["prepare_data"]
+    fitted = fit_stage(context, dataset=storage.join(dataset.uri, dataset.named["dataset"]))
+    store = storage.open_store(context.out)
+    store.write_text(HISTORY, json.dumps(fitted.history, indent=1))
+    with context.run.open() as run:
+        run.log_text(store.read_bytes(f"{fitted.checkpoint}/config.json").decode(), "config.json")
+    metrics = {"valid/bits_per_dim": fitted.valid_bits_per_dim, "images_seen": float(fitted.images_seen)}
+    return NodeResult(outputs={"checkpoint": fitted.checkpoint, "history": HISTORY}, metrics=metrics)

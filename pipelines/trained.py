@@ -1,0 +1,32 @@
+"""The networks that train nodes left on storage, loaded on this machine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from pipelines.node import NodeOutput
+from pipelines.storage import open_store
+from spn.checkpoint import CONFIG, EMA, load_model
+from spn.model import SPN
+
+
+def load_stages(inputs: Mapping[str, NodeOutput], stages: Sequence[str], *, device: str) -> dict[str, SPN]:
+    """{stage: network on Polyak-averaged weights}, in the order of `stages`, from their train nodes' outputs."""
+    models = {}
+    for stage in stages:
+        output = inputs[f"train_{stage}"]
+        store = open_store(output.uri).sub(output.named["checkpoint"])
+        with tempfile.TemporaryDirectory() as folder:
+            for name in (CONFIG, EMA):  # all that is needed: no optimiser state travels
+                store.download(name, Path(folder) / name)
+            models[stage] = load_model(Path(folder), device=device)
+    return models
+
+
+def pick_device() -> str:
+    """The GPU that Ray gave this task, if any."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
