@@ -1,0 +1,185 @@
+"""report: one self-contained HTML page of a run (pictures inside the file, nothing loaded from elsewhere)."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display on a cluster
+
+from matplotlib.figure import Figure  # noqa: E402
+
+from data_prep.parquet import Manifest, open_dataset
+from pipelines import storage
+from pipelines.node import NodeContext, NodeResult
+
+PAGE = "report.html"
+STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;color:#1c2733;max-width:1080px;margin:2rem auto;padding:0 1rem}
+h1{font-size:1.7rem;margin-bottom:.2rem}h2{font-size:1.2rem;margin-top:2.4rem;border-bottom:1px solid #d9e0e7}
+table{border-collapse:collapse;margin:.8rem 0}th,td{padding:.3rem .9rem;text-align:right;border-bottom:1px solid #e6ebf0}
+th:first-child,td:first-child{text-align:left}tr.total td{font-weight:600;border-top:2px solid #1c2733}
+.muted{color:#607080}.best{font-weight:600;color:#0b6b3a}
+.grids{display:flex;flex-wrap:wrap;gap:1.2rem}figure{margin:0}figcaption{color:#607080;font-size:.9rem}
+img.pixels{image-rendering:pixelated;max-width:100%}img{max-width:100%}
+pre{background:#f4f6f8;padding:1rem;overflow-x:auto;font-size:.85rem}
+"""
+PARTS = {
+    "baseline": "whole image, decoder alone",
+    "first_slice": "slice (0, 0)",
+    "size_upscale": "all other slices",
+    "depth_upscale": "less significant bits",
+}
+
+
+def run(context: NodeContext) -> NodeResult:
+    """config: name, stages (in chain order), yaml. Reads what every other node left."""
+    stages: list[str] = context.config["stages"]
+    results = json.loads(_read(context, "evaluate", "results"))
+    histories = {stage: json.loads(_read(context, f"train_{stage}", "history")) for stage in stages}
+    data = context.inputs["prepare_data"]
+    manifest = open_dataset(storage.join(data.uri, data.named["dataset"])).manifest
+    samples = context.inputs["sample"]
+    store = storage.open_store(samples.uri).sub(samples.named["samples"])
+    pictures = {stage: store.read_bytes(f"{stage}.png") for stage in stages}
+    page = _page(
+        name=context.config["name"],
+        body="".join(
+            [
+                _bits_section(results, stages),
+                _samples_section(pictures, store.read_bytes("chain.png"), stages),
+                _curves_section(histories),
+                _data_section(manifest),
+                _rerun_section(context, stages),
+                f"<h2>Configuration</h2><pre>{escape(context.config['yaml'])}</pre>",
+            ]
+        ),
+    )
+    storage.open_store(context.out).write_text(PAGE, page)
+    with context.run.open() as run:
+        run.log_text(page, PAGE)
+    return NodeResult(outputs={"report": PAGE}, metrics={})
+
+
+def _read(context: NodeContext, node: str, name: str) -> bytes:
+    output = context.inputs[node]
+    return storage.open_store(output.uri).read_bytes(output.named[name])
+
+
+def _page(*, name: str, body: str) -> str:
+    title = f"{escape(name)}: multidimensional upscaling"
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style></head>'
+        f"<body><h1>{title}</h1><p class=muted>Subscale Pixel Networks, each stage a network of its own</p>{body}"
+        "</body></html>\n"
+    )
+
+
+def _bits_section(results: Mapping[str, Any], stages: Sequence[str]) -> str:
+    rows = []
+    for stage in stages:
+        part = results["stages"][stage]
+        kind = "depth_upscale" if stage.startswith("depth_upscale") else stage
+        label = PARTS[kind]
+        if kind == "size_upscale" and "first_slice" not in stages:
+            label = "all slices"
+        rows.append(_row(f"{escape(stage)} <span class=muted>({label})</span>", part))
+    total = _row("total", results["total"], css=" class=total")
+    bits, size = results["generated_bits"], results["image_size"]
+    notes = [
+        f"Exact, on all {results['num_images']} test images of {escape(results['dataset'])} ({size} × {size}, {bits} "
+        "bits): nats of every dim summed and divided once by the dims of the full image, so the parts add up."
+    ]
+    if "size_upscale_as_plain_spn" in results:
+        notes.append(
+            "size_upscale scored on all slices, as a model of its own without first_slice: "
+            f"{results['size_upscale_as_plain_spn']:.3f} bits/dim."
+        )
+    if bits == 8:
+        notes.append(
+            f"For comparison: raw entropy of these test images (an ideal code of each channel's values) "
+            f"{results['raw_entropy']:.3f}, as PNG files {results['png']:.3f} bits/dim."
+        )
+    return (
+        "<h2>Bits/dim</h2><table><tr><th>part<th>this model<th>histogram<th>uniform</tr>"
+        + "".join(rows)
+        + total
+        + "</table>"
+        + "".join(f"<p>{note}</p>" for note in notes)
+        + "<p class=muted>histogram: each channel's values drawn independently, as often as among training pixels.</p>"
+    )
+
+
+def _row(label: str, part: Mapping[str, float], css: str = "") -> str:
+    best = " class=best" if part["bits_per_dim"] < part["histogram"] else ""
+    numbers = f"<td{best}>{part['bits_per_dim']:.3f}<td>{part['histogram']:.3f}<td>{part['uniform']:.3f}"
+    return f"<tr{css}><td>{label}{numbers}</tr>"
+
+
+def _samples_section(pictures: Mapping[str, bytes], chain: bytes, stages: Sequence[str]) -> str:
+    grids = "".join(
+        f"<figure>{_image(data, scale=2)}<figcaption>{escape(stage)}</figcaption></figure>"
+        for stage, data in pictures.items()
+    )
+    order = " → ".join(escape(stage) for stage in stages)
+    return (
+        f"<h2>Samples</h2><div class=grids>{grids}</div><p>One image a row, after each stage ({order}):</p>"
+        f"{_image(chain, scale=2)}"
+    )
+
+
+def _image(png: bytes, *, scale: int) -> str:
+    width = int.from_bytes(png[16:20], "big") * scale  # the PNG header's
+    return f'<img class=pixels width={width} src="{_inline(png)}">'
+
+
+def _inline(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def _curves_section(histories: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+    figure = Figure(figsize=(10, 3.4 * -(-len(histories) // 3)), layout="constrained")
+    columns = min(3, len(histories))
+    axes = figure.subplots(-(-len(histories) // columns), columns, squeeze=False).ravel()
+    for axis, (stage, history) in zip(axes, histories.items(), strict=False):
+        for metric, style in (("train/bits_per_dim", {"alpha": 0.5, "lw": 1}), ("valid/bits_per_dim", {"marker": "o"})):
+            points = [(entry["images_seen"], entry[metric]) for entry in history if metric in entry]
+            axis.plot(*zip(*points, strict=True), label=metric.split("/")[0], ms=3, **style)
+        axis.set(title=stage, xlabel="images seen")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    for axis in axes[len(histories) :]:
+        axis.set_visible(False)
+    axes[0].set_ylabel("bits/dim")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return f'<h2>Learning curves</h2><img src="{_inline(buffer.getvalue())}"><p class=muted>Bits/dim of the stage’s own \
+part; train: estimate from one random slice an image; valid: exact, Polyak-averaged weights, all slices.</p>'
+
+
+def _data_section(manifest: Manifest) -> str:
+    counts = ", ".join(f"{count} {split}" for split, count in manifest.num_images.items())
+    bad = sum(manifest.quarantine.values())
+    reasons = ", ".join(f"{escape(reason)} {count}" for reason, count in manifest.quarantine.items())
+    aside = f"{bad} set aside ({reasons}), listed in quarantine.parquet." if bad else "No photo had to be set aside."
+    return f"<h2>Data</h2><p>{escape(manifest.dataset)}: {counts} images. {aside}</p>"
+
+
+def _rerun_section(context: NodeContext, stages: Sequence[str]) -> str:
+    command = "python pipelines/full_multidim.py --config " + escape(context.config["name"])
+    rows = "".join(
+        f"<tr><td>{escape(node)}<td>{escape(output.attempt)}<td>{escape(output.mlflow_run_id or '–')}</tr>"
+        for node, output in context.inputs.items()
+    )
+    return (
+        f"<h2>Rerun</h2><pre>{command}                                  # skips what is up to date\n"
+        f"{command} --rerun train_{escape(stages[-1])}   # that node, then what depends on it\n"
+        f"{command} --dry-run                        # what would run, and why</pre>"
+        f"<table><tr><th>node<th>attempt<th>MLflow run</tr>{rows}</table>"
+    )

@@ -1,0 +1,64 @@
+"""What a start leaves for people: copies of samples and report in the run folder, and the table on the screen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from pipelines.runner import RunReport
+from pipelines.storage import Store, open_store
+from pipelines.tracking import ui_command
+
+SAMPLES, REPORT = "samples", "report.html"
+
+
+def publish(report: RunReport, store: Store) -> dict[str, str]:
+    """Copy the current samples and report into the run folder: {what: its path}. The nodes' folders stay the truth."""
+    made = {}
+    sample, page = report.nodes.get("sample"), report.nodes.get("report")
+    if sample is not None and sample.uri is not None:
+        source = open_store(sample.uri)
+        kept = set()
+        for entry in source.walk(SAMPLES):
+            store.write_bytes(entry.path, source.read_bytes(entry.path))
+            kept.add(entry.path)
+        for entry in store.walk(SAMPLES):
+            if entry.path not in kept:  # of an earlier attempt with more images
+                store.delete(entry.path)
+        made["sample grid"] = store.uri_of(f"{SAMPLES}/chain.png")
+    if page is not None and page.uri is not None:
+        store.write_bytes(REPORT, open_store(page.uri).read_bytes(REPORT))
+        made["report"] = store.uri_of(REPORT)
+    return made
+
+
+def print_summary(report: RunReport, *, store: Store, tracking_uri: str, console: Console | None = None) -> None:
+    """Bits/dim by stage and in all, then where to look. Prints what is there: a failed start may lack some of it."""
+    console = console or Console()
+    evaluated = report.nodes.get("evaluate")
+    if evaluated is not None and evaluated.uri is not None:
+        results = json.loads(open_store(evaluated.uri).read_bytes("results.json"))
+        console.print(bits_table(results))
+    for what, path in publish(report, store).items():
+        console.print(f"{what:<12} {path}", soft_wrap=True, highlight=False)
+    console.print(f"{'MLflow':<12} {ui_command(tracking_uri)}", soft_wrap=True, highlight=False)
+
+
+def bits_table(results: Mapping) -> Table:
+    """Exact bits/dim beside what a histogram of the training pixels and a uniform distribution need."""
+    size, count = results["image_size"], results["num_images"]
+    table = Table(title=f"bits/dim, exact on {count} test images of {results['dataset']}, {size}x{size}")
+    table.add_column("part")
+    for column in ("this model", "histogram", "uniform"):
+        table.add_column(column, justify="right")
+    for stage, part in results["stages"].items():
+        table.add_row(stage, *(f"{part[key]:.3f}" for key in ("bits_per_dim", "histogram", "uniform")))
+    table.add_section()
+    total = results["total"]
+    table.add_row("total", *(f"{total[key]:.3f}" for key in ("bits_per_dim", "histogram", "uniform")))
+    if results["generated_bits"] == 8:
+        table.caption = f"raw entropy {results['raw_entropy']:.3f}, PNG {results['png']:.3f}"
+    return table
