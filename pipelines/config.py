@@ -19,17 +19,15 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from data_prep.config import DataConfig
+from pipelines.cluster import in_ray_job
 from pipelines.errors import UserError
 from pipelines.experiment import (
-    PROJECT_ROOT,
     ExperimentConfig,
     StageConfig,
     batch_plan,
     broken_rules,
     concrete_stages,
-    in_ray_job,
     nearest,
-    resolve_storage,
     stage_kind,
     stage_model_config,
     stage_names,
@@ -42,7 +40,6 @@ __all__ = [
     "PROJECT_ROOT",
     "ExperimentConfig",
     "batch_plan",
-    "in_ray_job",
     "load",
     "nearest",
     "preset_names",
@@ -55,6 +52,7 @@ __all__ = [
     "to_yaml",
     "validate",
 ]
+PROJECT_ROOT = Path(__file__).resolve().parents[1]
 PRESETS = Path(__file__).resolve().parent / "configs"
 
 
@@ -99,7 +97,32 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> ExperimentConfig:
     loaded = dataclasses.replace(loaded, per_stage=per_stage)
     for keys, message in broken_rules(loaded):
         raise UserError(f"{message} ({blame(*keys)})")
+    try:
+        resolve_storage(loaded)
+    except ValueError as error:
+        raise UserError(f"{error} ({blame('storage')})") from None
     return loaded
+
+
+def resolve_storage(config: ExperimentConfig) -> str:
+    """Absolute folder or URI of all run folders.
+
+    Inside a Ray job the working directory may be a copy that is thrown away: the default is then $SPN_STORAGE, or
+    ~/spn_runs on the head node, and a relative path raises ValueError.
+    """
+    key, storage = "storage", config.storage
+    if storage is None and in_ray_job():
+        key, storage = "$SPN_STORAGE", os.environ.get("SPN_STORAGE") or "~/spn_runs"
+    if storage is None:
+        return str(PROJECT_ROOT / "runs")
+    if "://" in storage:
+        return storage.rstrip("/")
+    path = Path(storage).expanduser()
+    if not path.is_absolute() and in_ray_job():
+        raise ValueError(
+            f"{key} is {storage!r}; inside a Ray job it must be an absolute path or a URI such as s3://..."
+        )
+    return str(path.absolute())
 
 
 def to_yaml(config: ExperimentConfig) -> str:

@@ -1,4 +1,4 @@
-"""The experiment's configuration and what follows from it: stages, their networks, batches, storage, rules.
+"""The experiment's configuration and what follows from it: stages, their networks, batches, rules.
 
 Every room owns the dataclasses of its part; `ExperimentConfig` sums them up. Plain dataclasses: `config.py` fills them.
 """
@@ -8,11 +8,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from data_prep.config import DataConfig
@@ -20,7 +18,6 @@ from pipelines.errors import UserError
 from spn.model import STAGES, DecoderConfig, EmbedderConfig, SPNConfig
 from spn.training import TrainConfig
 
-PROJECT_ROOT = Path(__file__).resolve().parents[1]
 SYSTEMS = (  # the paper's: decoder baseline, SPN, size, depth, and full multidimensional upscaling
     ("baseline",),
     ("size_upscale",),
@@ -214,31 +211,6 @@ def batch_plan(train: TrainConfig, num_workers: int) -> BatchPlan:
     return BatchPlan(train.batch_size, num_workers, micro, per_worker // micro)
 
 
-def in_ray_job() -> bool:
-    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # Ray's job supervisor sets it for every entry point
-
-
-def resolve_storage(config: ExperimentConfig) -> str:
-    """Absolute folder or URI of all run folders.
-
-    Inside a Ray job the working directory may be a copy that is thrown away: the default is then $SPN_STORAGE, or
-    ~/spn_runs on the head node, and a relative path raises ValueError.
-    """
-    key, storage = "storage", config.storage
-    if storage is None and in_ray_job():
-        key, storage = "$SPN_STORAGE", os.environ.get("SPN_STORAGE") or "~/spn_runs"
-    if storage is None:
-        return str(PROJECT_ROOT / "runs")
-    if "://" in storage:
-        return storage.rstrip("/")
-    path = Path(storage).expanduser()
-    if not path.is_absolute() and in_ray_job():
-        raise ValueError(
-            f"{key} is {storage!r}; inside a Ray job it must be an absolute path or a URI such as s3://..."
-        )
-    return str(path.absolute())
-
-
 # ---- cross-field checks -----------------------------------------------------------------------------------------
 
 
@@ -299,10 +271,6 @@ def broken_rules(config: ExperimentConfig) -> Iterator[tuple[tuple[str, ...], st
             near = f"per_stage.{stage}.train"
             keys = ("train.micro_batch_size", "train.batch_size", "resources.num_workers", near)
             yield keys, f"{error}" + (f" (stage {stage})" if stage in c.per_stage else "")
-    try:
-        resolve_storage(c)
-    except ValueError as error:
-        yield ("storage",), str(error)
 
 
 def nearest(name: str, valid: Sequence[str]) -> str:

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from pipelines import config as configs
-from pipelines.config import load, stage_model_config, stage_names, stage_temperature, stage_train_config, to_yaml
+from pipelines.config import load, resolve_storage, stage_model_config, stage_names, stage_temperature, stage_train_config, to_yaml
 from pipelines.errors import UserError
-from pipelines.experiment import resolve_storage, validate
+from pipelines.experiment import validate
 
 FULL_CHAIN = ["first_slice", "size_upscale", "depth_upscale"]
 

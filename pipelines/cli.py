@@ -1,0 +1,101 @@
+"""The command line that all entry points share.
+
+    --config NAME|FILE  --dry-run  --only NODE,...  --rerun NODE,...  --keep NODE,...  key.sub=value ...
+
+Arguments, config and node names are checked before anything heavy is imported, so that a mistake is answered at once.
+Exit codes: 0 done, 1 a node failed, 2 unusable arguments or config (one line on stderr), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from pipelines.config import ExperimentConfig, load, nearest, preset_names, stage_names
+from pipelines.errors import UserError
+from pipelines.start import start
+
+UNUSABLE, INTERRUPTED = 2, 130
+
+
+class Parser(argparse.ArgumentParser):
+    """Mistakes become a UserError instead of a page of usage."""
+
+    def __init__(self, *, prog: str, description: str) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ").split(" ")[0]
+        if unknown in message and unknown.startswith("--"):
+            options = [option for option in self._option_string_actions if option.startswith("--")]
+            raise UserError(f"unknown option {unknown}; {nearest(unknown.partition('=')[0], options)}")
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    presets = ", ".join(preset_names())
+    parser.add_argument("--config", default="demo", metavar="NAME|FILE", help=f"{presets}, or a YAML file (demo)")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="single values, e.g. train.num_steps=500")
+
+
+def run_guarded(command: Callable[[], int]) -> int:
+    """The command's exit code; a user's mistake is one line on stderr, without a traceback."""
+    try:
+        return command()
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return UNUSABLE
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "full_multidim.py", only: Sequence[str] = ()) -> int:
+    """Runs the pipeline, or the nodes in `only` alone. argv: without the program's name; None: the process's own."""
+    return run_guarded(lambda: _main(argv, prog=prog, only=tuple(only), choose_stage=False))
+
+
+def main_stage(argv: Sequence[str] | None = None, *, prog: str = "train_stage.py") -> int:
+    """Trains the stage that --stage names."""
+    return run_guarded(lambda: _main(argv, prog=prog, only=(), choose_stage=True))
+
+
+def _main(argv: Sequence[str] | None, *, prog: str, only: tuple[str, ...], choose_stage: bool) -> int:
+    single = bool(only) or choose_stage
+    what = "one stage's training" if choose_stage else f"the node {only[0]}" if only else "the whole pipeline"
+    parser = Parser(prog=prog, description=f"Runs {what}; what is up to date is skipped.")
+    add_config_arguments(parser)
+    if choose_stage:
+        parser.add_argument("--stage", required=True, help="one of the config's stages, e.g. size_upscale")
+    if not single:
+        parser.add_argument("--only", action="append", default=[], metavar="NODE,...", help="run no other nodes")
+    for option, text in (("--rerun", "run again although up to date"), ("--keep", "keep the output, whatever changed")):
+        parser.add_argument(option, action="append", default=[], metavar="NODE,...", help=text)
+    parser.add_argument("--dry-run", action="store_true", help="print config and plan, run nothing")
+    arguments = parser.parse_intermixed_args(argv)
+    config = load(arguments.config, arguments.overrides)
+    if choose_stage:
+        only = (f"train_{_known_stage(config, arguments.stage)}",)
+    elif not single:
+        only = _names("--only", arguments.only)
+    rerun, keep = _names("--rerun", arguments.rerun), _names("--keep", arguments.keep)
+    return start(config, only=only, rerun=rerun, keep=keep, dry_run=arguments.dry_run)
+
+
+def _names(option: str, values: Sequence[str]) -> tuple[str, ...]:
+    names = [name.strip() for value in values for name in value.split(",")]
+    if not all(names):
+        raise UserError(f"{option} {','.join(values)!r}: it takes node names, e.g. {option} evaluate,sample")
+    return tuple(dict.fromkeys(names))
+
+
+def _known_stage(config: ExperimentConfig, stage: str) -> str:
+    names = stage_names(config)
+    if stage not in names:
+        close = difflib.get_close_matches(stage, names, n=1, cutoff=0.5)
+        hint = f"nearest: {close[0]}; " if close else ""
+        raise UserError(f"--stage {stage}: config {config.name} has no such stage; {hint}it has {', '.join(names)}")
+    return stage

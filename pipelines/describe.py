@@ -1,0 +1,132 @@
+"""Parameters by part and stage, FLOPs a slice, memory and batch sizes of a config: no weights, no data, no training.
+
+    python pipelines/describe.py --config imagenet128 [--json] [key.sub=value ...]
+
+The networks are built on torch's meta device, which has shapes but no memory.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a script: the project instead of this folder, whose names (git, ...) hide packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from pipelines import cli
+from pipelines.config import ExperimentConfig, batch_plan, load, stage_model_config, stage_names, stage_train_config
+
+# Parameters that the paper states: table 4 by data set, appendix C for the first slice of ImageNet 128.
+PAPER_PARAMETERS = {
+    "imagenet32": {"baseline": 150e6, "size_upscale": 150e6},
+    "imagenet64": {"size_upscale": 150e6, "depth_upscale": 150e6},
+    "imagenet128": {"first_slice": 150e6, "size_upscale": 250e6, "depth_upscale": 250e6},
+    "imagenet256": {"size_upscale": 250e6, "depth_upscale": 250e6},
+    "celebahq256": {"size_upscale": 50e6, "depth_upscale": 50e6},
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return cli.run_guarded(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    parser = cli.Parser(prog="describe.py", description="Parameters, FLOPs, memory and batch sizes of a config.")
+    cli.add_config_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    arguments = parser.parse_intermixed_args(argv)
+    description = describe(load(arguments.config, arguments.overrides))
+    print(json.dumps(description, indent=2) if arguments.json else as_text(description))
+    return 0
+
+
+def describe(config: ExperimentConfig) -> dict[str, Any]:
+    """{"config": name, "stages": {stage: parameters, FLOPs, memory and batch of one stage}}."""
+    return {"config": config.name, "stages": {stage: describe_stage(config, stage) for stage in stage_names(config)}}
+
+
+def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
+    """Counts of one network. FLOPs are dense: masked weights and masked attention count as if they were not."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from spn.model import SPN, parameter_counts
+
+    model_config, train = stage_model_config(config, stage), stage_train_config(config, stage)
+    with torch.device("meta"):
+        model = SPN(model_config)
+        image = torch.zeros(1, 3, model_config.image_size, model_config.image_size, dtype=torch.int64)
+        index = torch.zeros(1, dtype=torch.int64)
+    saved: list[torch.Tensor] = []  # kept alive, so that one storage is not taken for another
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, keep):
+        model(image, index, image if model_config.num_given_bits else None)
+
+    positions = model_config.slice_size**2
+    parts = [part for part in (model_config.decoder, model_config.embedder) if part]
+    score_shapes = {
+        (part.num_attn_heads, positions, keys) for part in parts for keys in (positions, part.num_memory_rows)
+    }
+    sizes, no_activations = {}, {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    for tensor in saved:
+        sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        if tuple(tensor.shape[-3:]) in score_shapes:  # the kernels of CPU and GPU recompute attention weights
+            no_activations.add(tensor.untyped_storage()._cdata)
+    plan = batch_plan(train, config.resources.num_workers)
+    counts = parameter_counts(model)
+    # float32 weights, gradients, Polyak average and the optimiser's two moments
+    state_bytes = counts["total"] * 4 * (1 + 1 + 1 + 2)
+    slice_bytes = sum(size for storage, size in sizes.items() if storage not in no_activations)
+    forward = counter.get_total_flops()
+    return {
+        "parameters": {"total": counts.pop("total"), **counts},
+        "paper_parameters": PAPER_PARAMETERS.get(config.name, {}).get(stage),
+        "flops_per_slice": forward,
+        "training_flops_per_slice": 3 * forward,  # the backward pass costs two forward passes
+        "memory": {
+            "weights_and_optimizer_gib": state_bytes / 2**30,
+            "activations_per_slice_gib": slice_bytes / 2**30,
+            "worker_gib": (state_bytes + plan.micro_batch_size * slice_bytes) / 2**30,
+        },
+        "batch": {
+            "batch_size": plan.batch_size,
+            "num_workers": plan.num_workers,
+            "micro_batch_size": plan.micro_batch_size,
+            "accumulation": plan.accumulation,
+        },
+    }
+
+
+def as_text(description: dict[str, Any]) -> str:
+    lines = [f"config {description['config']}"]
+    for stage, found in description["stages"].items():
+        counts, memory, batch = dict(found["parameters"]), found["memory"], found["batch"]
+        total, paper = counts.pop("total"), found["paper_parameters"]
+        lines.append("")
+        lines.append(f"{stage}: {total:,} parameters" + (f" (paper: ~{paper / 1e6:.0f}M)" if paper else ""))
+        lines += [f"  {part:<34}{count:>14,}" for part, count in counts.items()]
+        lines.append(
+            f"  FLOPs a slice: {found['flops_per_slice'] / 1e9:,.2f} G forward, "
+            f"{found['training_flops_per_slice'] / 1e9:,.2f} G in training (dense: masked entries counted)"
+        )
+        lines.append(
+            f"  memory of a worker, about: {memory['worker_gib']:.2f} GiB = weights, gradients, averages and optimiser "
+            f"{memory['weights_and_optimizer_gib']:.2f} + {batch['micro_batch_size']} slices of "
+            f"{memory['activations_per_slice_gib']:.3f} (float32)"
+        )
+        lines.append(
+            f"  batch of {batch['batch_size']} slices = {batch['num_workers']} workers x {batch['micro_batch_size']} "
+            f"slices x {batch['accumulation']} accumulated"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""The whole pipeline: raw photos to Parquet, every stage's network, exact bits/dim, samples and a report.
+
+python pipelines/full_multidim.py [--config NAME|FILE] [--dry-run] [--only NODE,...] [--rerun NODE,...] [key=value ...]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":  # as a script: the project instead of this folder, whose names (git, ...) hide packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from pipelines import cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return cli.main(argv, prog="full_multidim.py")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

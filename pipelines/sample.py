@@ -1,0 +1,23 @@
+"""The node sample alone: images drawn from the chain of trained stages.
+
+python pipelines/sample.py [--config NAME|FILE] [--dry-run] [sample.num_images=64 key.sub=value ...]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":  # as a script: the project instead of this folder, whose names (git, ...) hide packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from pipelines import cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return cli.main(argv, prog="sample.py", only=["sample"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
