@@ -1,0 +1,600 @@
+"""Sampling: the incremental decoder equals the full forward, draws follow the model, seeds and temperature mean what
+they say, and nothing that is given is altered.
+
+python -m pytest tests/spn/test_sampling.py
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from spn import sampling
+from spn.bitdepth import reduce_depth, split_depth
+from spn.evaluation import chain_nats, image_nats
+from spn.model import SPN
+from spn.ordering import image_to_slices, slices_to_image
+from spn.sampling import (
+    decode_slice,
+    incremental_logits,
+    pick,
+    prepare,
+    rows_to_sample,
+    sample_chain,
+    sample_slice_slowly,
+    sample_stage,
+    uniforms,
+)
+
+# (stage, scaling factor, slice size, bits given, bits generated)
+STAGES = [
+    ("baseline", 1, 4, 0, 3),
+    ("first_slice", 2, 3, 0, 2),
+    ("first_slice", 4, 3, 0, 1),
+    ("size_upscale", 2, 4, 0, 3),
+    ("size_upscale", 4, 2, 0, 1),
+    ("depth_upscale", 1, 4, 2, 1),
+    ("depth_upscale", 2, 3, 3, 5),
+    ("depth_upscale", 4, 2, 1, 2),
+]
+
+# Channel counts that 3 does not divide, odd numbers of layers, no attention, a single layer, groups without a channel.
+SHAPES = {
+    "plain": dict(num_layers=2, conv_channels=6, residual_channels=9, num_attn_layers=2),
+    "uneven": dict(num_layers=3, conv_channels=7, residual_channels=11, num_attn_layers=1, num_attn_heads=3),
+    "uneven_wide_conv": dict(num_layers=5, conv_channels=10, residual_channels=8, num_attn_layers=3, num_attn_heads=1),
+    "no_attention": dict(num_layers=3, conv_channels=8, residual_channels=10, num_attn_layers=0),
+    "one_layer": dict(num_layers=1, conv_channels=5, residual_channels=7, num_attn_layers=1),
+    "empty_group": dict(num_layers=2, conv_channels=2, residual_channels=4, num_attn_layers=1),
+}
+
+
+def every_slice(model: SPN, seed: int, random_values) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A batch in which each target slice occurs once, every row with an image of its own: (image, index, given)."""
+    config = model.config
+    shape = (config.num_slices, 3, config.image_size, config.image_size)
+    given = random_values(seed + 1, config.num_given_bits, *shape) if config.num_given_bits else None
+    return random_values(seed, config.num_bits, *shape), torch.arange(config.num_slices), given
+
+
+def build(tiny_spn, case: tuple, *, seed: int, **changes) -> SPN:
+    stage, scaling_factor, slice_size, given_bits, num_bits = case
+    return tiny_spn(
+        stage,
+        seed=seed,
+        image_size=slice_size * scaling_factor,
+        scaling_factor=scaling_factor,
+        num_bits=num_bits,
+        num_given_bits=given_bits,
+        **changes,
+    )
+
+
+def difference(model: SPN, batch: tuple[Tensor, Tensor, Tensor | None]) -> float:
+    """Largest difference between incremental logits and the full forward, over every slice, position and channel."""
+    image, index, given = batch
+    with torch.no_grad():
+        full = model(image, index, given)
+        fast = incremental_logits(model, model.target(image, index), model.context(image, index, given))
+    assert full.abs().max() > 0.1  # logits that are all but zero would prove nothing
+    return float((fast - full).abs().max())
+
+
+# ---- the incremental decoder is the full forward ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("case", STAGES, ids=str)
+def test_incremental_logits_equal_full_forward(case, shape, tiny_spn, random_values):
+    """Every slice, position and channel of every stage: 1e-9 in float64, 1e-4 in float32."""
+    for seed in (1, 2):
+        model = build(tiny_spn, case, seed=seed, decoder=SHAPES[shape])
+        batch = every_slice(model, seed, random_values)
+        assert difference(model, batch) < 1e-9
+        assert difference(model.float(), batch) < 1e-4
+
+
+def test_incremental_logits_of_a_slice_of_one_pixel(tiny_spn, random_values):
+    """At width 1 the pixel before, the pixel to the left and the row itself share one column of the cache."""
+    for case in [("baseline", 1, 1, 0, 2), ("size_upscale", 2, 1, 0, 2), ("depth_upscale", 2, 1, 1, 2)]:
+        model = build(tiny_spn, case, seed=3)
+        assert difference(model, every_slice(model, 3, random_values)) < 1e-9
+
+
+def _no_end_row(monkeypatch) -> None:
+    monkeypatch.setattr(sampling, "end_row", lambda cache: None)
+
+
+def _one_row_kept(monkeypatch) -> None:
+    """The row above enters, the one before it is forgotten."""
+    right = sampling.end_row
+
+    def wrong(cache) -> None:
+        right(cache)
+        for above in cache.above:
+            above[:, 0] = 0
+
+    monkeypatch.setattr(sampling, "end_row", wrong)
+
+
+def _keys_not_written(monkeypatch) -> None:
+    right = sampling._attend
+
+    def wrong(layer, x, keys, values, position):
+        y = right(layer, x, keys, values, position)
+        keys[:, :, position] = 0
+        return y
+
+    monkeypatch.setattr(sampling, "_attend", wrong)
+
+
+def _values_one_late(monkeypatch) -> None:
+    right = sampling._attend
+
+    def wrong(layer, x, keys, values, position):
+        y = right(layer, x, keys, values, position)
+        values[:, :, position] = values[:, :, max(position - 1, 0)]
+        return y
+
+    monkeypatch.setattr(sampling, "_attend", wrong)
+
+
+def _row_contribution_stale(monkeypatch) -> None:
+    """What the rows above add is computed for the first row only."""
+    right, seen = sampling.start_row, set()
+
+    def wrong(weights, cache, context) -> None:
+        if id(cache) not in seen:
+            right(weights, cache, context)
+        seen.add(id(cache))
+
+    monkeypatch.setattr(sampling, "start_row", wrong)
+
+
+def _left_forgotten(monkeypatch) -> None:
+    right = sampling.start_pixel
+
+    def wrong(weights, cache, previous, row, column) -> None:
+        kept = [r.clone() for r in cache.row]
+        for r in cache.row:
+            r[:, column] = 0
+        right(weights, cache, previous, row, column)
+        for r, k in zip(cache.row, kept, strict=True):
+            r.copy_(k)
+
+    monkeypatch.setattr(sampling, "start_pixel", wrong)
+
+
+def _streams_from_last_layer(monkeypatch) -> None:
+    """A later colour reads what earlier colours were after the last layer, not at its own depth."""
+    right = sampling.channel_logits
+
+    def wrong(weights, cache, column, channel):
+        logits = right(weights, cache, column, channel)
+        for stream in cache.streams[:-1]:
+            stream.copy_(cache.streams[-1])
+        return logits
+
+    monkeypatch.setattr(sampling, "channel_logits", wrong)
+
+
+WRONG = [
+    _no_end_row,
+    _one_row_kept,
+    _keys_not_written,
+    _values_one_late,
+    _row_contribution_stale,
+    _left_forgotten,
+    _streams_from_last_layer,
+]
+
+
+@pytest.mark.parametrize("break_cache", WRONG, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("case", [STAGES[0], STAGES[3], STAGES[6]], ids=str)
+def test_a_wrong_cache_is_noticed(case, break_cache, tiny_spn, random_values, monkeypatch):
+    """The comparison above is worth something: each mistake in the cache moves logits by far more than rounding."""
+    model = build(tiny_spn, case, seed=1, decoder=SHAPES["uneven"])
+    batch = every_slice(model, 1, random_values)
+    assert difference(model, batch) < 1e-9
+    break_cache(monkeypatch)
+    assert difference(model, batch) > 1e-2
+
+
+# ---- caches are arguments ------------------------------------------------------------------------------------------
+
+
+def decode_in_steps(model: SPN, target: Tensor, context: Tensor | None) -> Iterator[Tensor]:
+    """Logits [B, V] value by value, so that two decodes can take turns."""
+    weights = prepare(model)
+    cache = sampling.new_cache(weights, len(target))
+    pixels = model.decoder.intensity(target.permute(0, 2, 3, 1))
+    previous = torch.zeros_like(pixels[:, 0, 0])
+    for row in range(weights.height):
+        sampling.start_row(weights, cache, None if context is None else context[:, row])
+        for column in range(weights.width):
+            sampling.start_pixel(weights, cache, previous, row, column)
+            for channel in range(3):
+                yield sampling.channel_logits(weights, cache, column, channel)
+                units = slice(8 * channel, 8 * channel + 8)
+                cache.row[0][:, column + 1, units] = pixels[:, row, column, units]
+            previous = pixels[:, row, column]
+        sampling.end_row(cache)
+
+
+@torch.no_grad()
+def test_two_decodes_that_take_turns_do_not_disturb_each_other(tiny_spn, random_values):
+    model = build(tiny_spn, STAGES[3], seed=5)
+    image, index, _ = every_slice(model, 5, random_values)
+    target, context = model.target(image, index), model.context(image, index, None)
+    one, other = slice(0, 3), slice(3, 4)  # of different batch sizes too
+    alone = [list(decode_in_steps(model, target[part], context[part])) for part in (one, other)]
+    turns = [decode_in_steps(model, target[part], context[part]) for part in (one, other)]
+    taken = list(zip(*turns, strict=True))
+    assert len(taken) == 3 * 4 * 4
+    for (a, b), x, y in zip(taken, *alone, strict=True):
+        assert torch.equal(a, x) and torch.equal(b, y)
+    full = model(image, index)[one]
+    torch.testing.assert_close(taken[-1][0], full[:, 2, :, -1, -1], rtol=0, atol=1e-9)
+
+
+def test_a_decode_inside_another_changes_nothing(tiny_spn):
+    """Another image sampled in the middle of a slice: same values as without."""
+    model = build(tiny_spn, STAGES[0], seed=6)
+    weights = prepare(model)
+    draws = uniforms(0, stage="baseline", images=[0, 1], image_size=4)
+
+    def choose(logits: Tensor, row: int, column: int, channel: int) -> Tensor:
+        return pick(logits, draws[:, channel, row, column], 1.0)
+
+    def interrupted(logits: Tensor, row: int, column: int, channel: int) -> Tensor:
+        if (row, column, channel) in ((0, 1, 1), (2, 3, 2)):
+            decode_slice(weights, 5, None, lambda step, *_: step.argmin(1))
+        return choose(logits, row, column, channel)
+
+    assert torch.equal(decode_slice(weights, 2, None, choose), decode_slice(weights, 2, None, interrupted))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_sampling_leaves_the_network_as_it_was(training, tiny_spn):
+    """Weights, buffers, modes, attributes and gradients: nothing is changed, and the weights used are copies."""
+    model = build(tiny_spn, STAGES[6], seed=7).train(training)
+
+    def state() -> tuple:
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return (
+            {name: (t.clone(), t.data_ptr(), t._version, t.requires_grad) for name, t in tensors.items()},
+            {name: (m.training, sorted(vars(m))) for name, m in model.named_modules()},
+            list(model.state_dict()),
+        )
+
+    before = state()
+    shape = (2, 3, model.config.image_size, model.config.image_size)
+    sample_stage(model, torch.rand(shape, dtype=torch.float64), given=torch.randint(8, shape))
+    after = state()
+    assert before[1:] == after[1:]
+    assert before[0].keys() == after[0].keys()
+    for name, (tensor, *rest) in before[0].items():
+        assert torch.equal(tensor, after[0][name][0]), name
+        assert rest == list(after[0][name][1:]), name
+    assert all(p.grad is None for p in model.parameters())
+    weights = prepare(model)
+    for layer in weights.layers:
+        for tensor in (layer.above, layer.above_bias, layer.left, layer.context, layer.attention):
+            tensor.zero_()
+        for pair in (*layer.down, *layer.up):
+            for tensor in pair:
+                tensor.zero_()
+        for tensor in layer.current:
+            tensor.zero_()
+    for pair in weights.head:
+        for tensor in pair:
+            tensor.zero_()
+    for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
+        assert torch.equal(tensor, before[0][name][0]), name
+
+
+# ---- the fast sampler is the slow one ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def sample_stage_slowly(
+    model: SPN, uniform: Tensor, *, given: Tensor | None = None, first: Tensor | None = None, temperature: float = 1.0
+) -> Tensor:
+    """The reference, slice by slice with whole forwards: [B, 3, H, W] (first_slice: one slice)."""
+    config = model.config
+    numbers = image_to_slices(uniform, config.scaling_factor)
+    slices = torch.zeros(numbers.shape, dtype=torch.long)
+    for number in range(1 if config.stage == "first_slice" else config.num_slices):
+        if number == 0 and first is not None:
+            slices[:, 0] = first
+            continue
+        index = torch.full((len(uniform),), number)
+        context = model.context(slices_to_image(slices, config.scaling_factor), index, given)
+        slices[:, number] = sample_slice_slowly(model, context, numbers[:, number], temperature=temperature)
+    return slices[:, 0] if config.stage == "first_slice" else slices_to_image(slices, config.scaling_factor)
+
+
+@pytest.mark.parametrize("case", [c for c in STAGES if c[1] < 4], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_same_samples_as_the_slow_sampler_in_float32(case, temperature, tiny_spn, random_values):
+    model = build(tiny_spn, case, seed=8, decoder=SHAPES["uneven"]).float()
+    size = model.config.image_size
+    uniform = uniforms(11, stage=case[0], images=range(6), image_size=size)
+    given = random_values(1, case[3], 6, 3, size, size) if case[3] else None
+    fast = sample_stage(model, uniform, given=given, temperature=temperature)
+    assert torch.equal(fast, sample_stage_slowly(model, uniform, given=given, temperature=temperature))
+    assert len(fast.unique()) == 2 ** case[4]  # not a constant
+
+
+def test_same_samples_as_the_slow_sampler_after_a_given_first_slice(tiny_spn, random_values):
+    model = build(tiny_spn, STAGES[3], seed=9).float()
+    uniform = uniforms(1, stage="size_upscale", images=range(4), image_size=8)
+    first = random_values(2, 3, 4, 3, 4, 4)
+    assert torch.equal(
+        sample_stage(model, uniform, first_slice=first), sample_stage_slowly(model, uniform, first=first)
+    )
+
+
+# ---- temperature ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.95, 1.0, 2.0])
+@pytest.mark.parametrize("num_values", [2, 8, 256])
+def test_pick_draws_from_softmax_of_logits_over_temperature(temperature, num_values):
+    """With uniforms spread evenly, each value is drawn as often as its probability says, to within one draw."""
+    logits = torch.randn(num_values, generator=torch.Generator().manual_seed(num_values), dtype=torch.float64) * 2
+    num = 100_003
+    uniform = (torch.arange(num, dtype=torch.float64) + 0.5) / num
+    counts = pick(logits.expand(num, -1), uniform, temperature).bincount(minlength=num_values)
+    weights = torch.exp(logits / temperature)
+    assert (counts - num * weights / weights.sum()).abs().max() <= 1
+
+
+def test_pick_at_the_ends_of_the_unit_interval():
+    """0 takes the first value of any probability, the largest number below 1 the last; impossible values never."""
+    logits = torch.tensor([[-1e9, 0.0, 0.0, -1e9]]).expand(2, -1)
+    uniform = torch.tensor([0.0, 0.75], dtype=torch.float64)
+    assert pick(logits, uniform, 1.0).tolist() == [1, 2]
+    below_one = torch.tensor([1 - 2**-53], dtype=torch.float64)
+    assert pick(torch.zeros(1, 8), below_one, 1.0).tolist() == [7]
+
+
+@torch.no_grad()
+def test_a_very_low_temperature_takes_the_most_likely_value(tiny_spn):
+    """Greedy: every value is the argmax of its logits, given the values before it."""
+    for case in (STAGES[0], STAGES[3]):
+        model = build(tiny_spn, case, seed=12)
+        size = model.config.image_size
+        image = sample_stage(model, torch.rand((3, 3, size, size), dtype=torch.float64), temperature=1e-6)
+        for number in range(model.config.num_slices):
+            index = torch.full((3,), number)
+            assert torch.equal(model(image, index).argmax(2), model.target(image, index))
+
+
+def test_a_lower_temperature_gives_likelier_images(tiny_spn):
+    model = build(tiny_spn, STAGES[1], seed=13)
+    uniform = torch.rand((200, 3, 6, 6), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def nats(temperature: float) -> float:
+        drawn = sample_stage(model, uniform, temperature=temperature)
+        slices = torch.zeros((200, 4, 3, 3, 3), dtype=torch.long)
+        slices[:, 0] = drawn
+        return float(image_nats(model, slices_to_image(slices, 2), None, slices=range(1)).mean())
+
+    at = [nats(t) for t in (0.25, 0.5, 1.0, 4.0)]
+    assert at == sorted(at) and at[0] < 0.9 * at[2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0])
+def test_temperature_must_be_above_zero(temperature, tiny_spn):
+    model = build(tiny_spn, STAGES[0], seed=1)
+    with pytest.raises(ValueError, match=f"temperature is {temperature}"):
+        sample_stage(model, torch.zeros((1, 3, 4, 4), dtype=torch.float64), temperature=temperature)
+
+
+# ---- seeds ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chain(tiny_spn) -> Callable[..., dict[str, SPN]]:
+    """The full chain at 4 x 4, S = 2: bits [1, 3, 8] or any others, one depth stage for each further entry."""
+
+    def build_chain(*bits: int, first_slice: bool = True) -> dict[str, SPN]:
+        common = dict(image_size=4, scaling_factor=2)
+        models = {"first_slice": tiny_spn("first_slice", seed=1, num_bits=bits[0], **common)} if first_slice else {}
+        models["size_upscale"] = tiny_spn("size_upscale", seed=2, num_bits=bits[0], **common)
+        for given, total in itertools.pairwise(bits):
+            name = "depth_upscale" if len(bits) == 2 else f"depth_upscale_{total}"
+            models[name] = tiny_spn(name, seed=3 + total, num_bits=total - given, num_given_bits=given, **common)
+        return models
+
+    return build_chain
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_same_seed_same_images_in_a_batch_or_alone(chain):
+    """An image follows from (seed, its index) alone: batch, order and neighbours do not matter."""
+    models = chain(3, 8)
+    whole = sample_chain(models, seed=4, images=range(5))
+    assert same(whole, sample_chain(models, seed=4, images=range(5)))
+    for number in (0, 3):
+        alone = sample_chain(models, seed=4, images=[number])
+        assert same(alone, {stage: values[number : number + 1] for stage, values in whole.items()})
+    turned = sample_chain(models, seed=4, images=[4, 2, 0])
+    assert same(turned, {stage: values[[4, 2, 0]] for stage, values in whole.items()})
+
+
+def test_another_seed_or_index_gives_other_images(chain):
+    models = chain(3, 8)
+    whole = sample_chain(models, seed=4, images=range(5))
+    other = sample_chain(models, seed=5, images=range(5))
+    final = whole["depth_upscale"]
+    for number in range(5):
+        assert not torch.equal(final[number], other["depth_upscale"][number])
+        assert all(not torch.equal(final[number], final[n]) for n in range(number))
+
+
+def test_sampling_neither_reads_nor_moves_the_global_random_state(chain):
+    models = chain(1, 3)
+    torch.manual_seed(1)
+    one, state = sample_chain(models, seed=0, images=[7]), torch.get_rng_state()
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert same(one, sample_chain(models, seed=0, images=[7]))
+
+
+def test_draws_depend_on_seed_stage_and_index_only():
+    base = uniforms(3, stage="size_upscale", images=[8, 5], image_size=4)
+    assert base.shape == (2, 3, 4, 4) and base.dtype == torch.float64
+    assert torch.equal(base[1], uniforms(3, stage="size_upscale", images=[5], image_size=4)[0])
+    for seed, stage, image in [(4, "size_upscale", 5), (3, "first_slice", 5), (3, "size_upscale", 6)]:
+        assert not (base[1] == uniforms(seed, stage=stage, images=[image], image_size=4)[0]).any()
+
+
+def test_draws_are_uniform():
+    """Over many images each place is spread evenly: mean, variance, and independence of neighbouring indices."""
+    draws = uniforms(0, stage="baseline", images=range(4000), image_size=2)
+    assert draws.min() >= 0 and draws.max() < 1
+    assert (draws.mean(0) - 0.5).abs().max() < 4.5 * (1 / 12 / 4000) ** 0.5
+    assert (draws.var(0) - 1 / 12).abs().max() < 0.008
+    centred = (draws - 0.5).flatten(1)
+    assert ((centred[1:] * centred[:-1]).mean(0) * 12).abs().max() < 4.5 * 4000**-0.5
+
+
+def test_an_earlier_stage_is_not_touched_by_what_follows(chain):
+    """The low-depth image of a chain is the same with and without the depth stages after it."""
+    models = chain(1, 3, 8)
+    whole = sample_chain(models, seed=2, images=range(3))
+    short = sample_chain({k: models[k] for k in ("first_slice", "size_upscale")}, seed=2, images=range(3))
+    assert same(short, {k: whole[k] for k in short})
+
+
+# ---- what is given is kept -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [(3, 8), (1, 3, 8), (1, 2, 4, 7), (5,)])
+def test_chain_keeps_what_it_is_given(bits, chain):
+    """Shapes and ranges of each stage; the first slice and the high bits pass through bit for bit."""
+    models = chain(*bits)
+    known = sample_chain(models, seed=6, images=range(4))
+    assert list(known) == list(models)
+    assert known["first_slice"].shape == (4, 3, 2, 2)
+    assert torch.equal(image_to_slices(known["size_upscale"], 2)[:, 0], known["first_slice"])
+    names = [name for name in models if name != "first_slice"]
+    for name, depth in zip(names, bits, strict=True):
+        assert known[name].shape == (4, 3, 4, 4)
+        assert known[name].min() >= 0 and known[name].max() < 2**depth
+        assert not known[name].is_floating_point()
+    for (lower, few), (upper, more) in itertools.pairwise(zip(names, bits, strict=True)):
+        assert torch.equal(reduce_depth(known[upper], from_bits=more, to_bits=few), known[lower])
+        low = split_depth(known[upper], given_bits=few, num_bits=more - few)[1]
+        assert len(low.unique()) > 1
+
+
+def test_chain_without_first_slice_and_plain_baseline(chain, tiny_spn):
+    models = chain(3, first_slice=False)
+    drawn = sample_chain(models, seed=1, images=range(8))["size_upscale"]
+    assert drawn.shape == (8, 3, 4, 4) and len(drawn.unique()) == 8
+    assert len(image_to_slices(drawn, 2)[:, 0].unique()) > 1  # slice (0, 0) is drawn, not left at zero
+    baseline = {"baseline": build(tiny_spn, STAGES[0], seed=1)}
+    assert sample_chain(baseline, seed=1, images=range(2))["baseline"].shape == (2, 3, 4, 4)
+
+
+def test_chain_applies_the_temperature_of_each_stage(chain):
+    """A temperature names its stage: others keep their draws as long as they see the same input."""
+    models = chain(3, 8)
+    plain = sample_chain(models, seed=3, images=range(4))
+    cold = sample_chain(models, seed=3, images=range(4), temperature={"depth_upscale": 0.05})
+    assert torch.equal(plain["size_upscale"], cold["size_upscale"])
+    assert not torch.equal(plain["depth_upscale"], cold["depth_upscale"])
+    greedy = sample_chain(models, seed=3, images=range(4), temperature={"first_slice": 1e-6})["first_slice"]
+    assert not torch.equal(plain["first_slice"], greedy)
+    assert (greedy == greedy[:1]).all()  # no chance left: all images start alike
+
+
+@pytest.mark.parametrize("bits", [(3,), (3, 8), (1, 2, 4)])
+@pytest.mark.parametrize("first_slice", [True, False])
+def test_progress_counts_rows(bits, first_slice, chain):
+    models, calls = chain(*bits, first_slice=first_slice), []
+    sample_chain(models, seed=0, images=[0], on_row=lambda: calls.append(1))
+    assert len(calls) == rows_to_sample(models)
+    # 2 rows in each of 4 slices, a stage; the first slice is drawn once, by either stage.
+    assert len(calls) == 8 * len(bits)
+
+
+# ---- samples follow the model's own probabilities ------------------------------------------------------------------
+
+
+def all_images(num_bits: int, size: int) -> Tensor:
+    """[V ** dims, 3, H, W]: every image there is, numbered as `number_of` says."""
+    dims = 3 * size * size
+    values = torch.arange(2 ** (num_bits * dims))
+    digits = [(values >> (num_bits * place)) & (2**num_bits - 1) for place in range(dims)]
+    return torch.stack(digits, dim=1).view(-1, 3, size, size)
+
+
+def number_of(images: Tensor, num_bits: int) -> Tensor:
+    flat = images.flatten(1)
+    return (flat << (num_bits * torch.arange(flat.shape[1]))).sum(1)
+
+
+def assert_frequencies(counts: Tensor, probabilities: Tensor) -> None:
+    """Pearson's chi-square, rare outcomes pooled; four standard deviations of its distribution are allowed."""
+    assert abs(float(probabilities.sum()) - 1) < 1e-9
+    expected = probabilities * counts.sum()
+    rare = expected < 8
+    observed = torch.cat([counts[~rare].double(), counts[rare].sum()[None].double()])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    kept = expected > 0
+    statistic = float(((observed - expected)[kept] ** 2 / expected[kept]).sum())
+    freedom = int(kept.sum()) - 1
+    assert freedom >= 5
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5, (statistic, freedom)
+    assert probabilities.max() > 1.5 / len(probabilities)  # uniform frequencies would not pass
+    uniform_statistic = float(((observed.sum() / len(probabilities) - expected[:-1]) ** 2 / expected[:-1]).sum())
+    assert uniform_statistic > freedom + 8 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_frequencies_of_one_pixel(temperature, tiny_spn):
+    """1 x 1 image of 2 bits: 64 outcomes against the product of tempered conditionals, written out here."""
+    model = build(tiny_spn, ("baseline", 1, 1, 0, 2), seed=21)
+    every = all_images(2, 1)
+    with torch.no_grad():
+        logits = model(every, torch.zeros(len(every), dtype=torch.long))[..., 0, 0]  # [64, 3, V]
+    log_p = torch.log_softmax(logits / temperature, -1).gather(2, every[..., 0]).sum((1, 2))
+    uniform = torch.rand((20_000, 3, 1, 1), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    drawn = sample_stage(model, uniform, temperature=temperature)
+    assert_frequencies(number_of(drawn, 2).bincount(minlength=64), log_p.exp())
+
+
+def test_frequencies_of_a_chain_of_sizes(tiny_spn):
+    """2 x 2 image of 1 bit, S = 2: all 4,096 outcomes of first_slice and size_upscale against the evaluated chain."""
+    common = dict(image_size=2, scaling_factor=2, num_bits=1)
+    models = {name: tiny_spn(name, seed=s, **common) for s, name in ((22, "first_slice"), (23, "size_upscale"))}
+    every = all_images(1, 2)
+    log_p = -sum(chain_nats(models, every << 7).values())
+    drawn = sample_chain(models, seed=1, images=range(20_000))["size_upscale"]
+    assert_frequencies(number_of(drawn, 1).bincount(minlength=4096), log_p.exp())
+
+
+def test_frequencies_of_a_chain_of_depths(tiny_spn):
+    """1 x 1 image, bits [1, 2, 3]: all 512 outcomes of three stages against the evaluated chain."""
+    common = dict(image_size=1, scaling_factor=1)
+    models = {
+        "baseline": tiny_spn("baseline", seed=24, num_bits=1, **common),
+        "depth_upscale_2": tiny_spn("depth_upscale_2", seed=25, num_bits=1, num_given_bits=1, **common),
+        "depth_upscale_3": tiny_spn("depth_upscale_3", seed=26, num_bits=1, num_given_bits=2, **common),
+    }
+    every = all_images(3, 1)
+    log_p = -sum(chain_nats(models, every << 5).values())
+    drawn = sample_chain(models, seed=2, images=range(20_000))["depth_upscale_3"]
+    assert_frequencies(number_of(drawn, 3).bincount(minlength=512), log_p.exp())
