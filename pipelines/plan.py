@@ -123,12 +123,13 @@ def plan(
     hashes = {module: fingerprint.code_hashes(module, packages=packages, root=root) for module in _modules(order)}
     draft = Plan(store, (), frozenset(rerun), frozenset(keep), {node.name: hashes[node.module] for node in order})
     made: dict[str, Decision] = {}
+    missing: tuple[str, str] | None = None  # a selected node and its input that nobody is going to make
     for node in order:
         selected = not only or node.name in only
         unknown = [need for need in node.needs if made[need].output_id is None]
         absent = [need for need in unknown if made[need].action == NOT_SELECTED]
-        if selected and absent:
-            raise UserError(_missing_input(node, absent[0], made, only=only))
+        if selected and absent and missing is None:
+            missing = (node.name, absent[0])
         if unknown and not selected:
             reason = f"not selected; its input {unknown[0]} is not finished"
             made[node.name] = Decision(node, NOT_SELECTED, reason)
@@ -137,6 +138,8 @@ def plan(
         else:
             decision = decide(node, {need: made[need].output_id or "" for need in node.needs}, draft)
             made[node.name] = decision if selected else _not_selected(decision)
+    if missing is not None:
+        raise UserError(_missing_input(*missing, made, only=only))
     return Plan(store, tuple(made[name] for name in names), draft.rerun, draft.keep, draft.code)
 
 
@@ -225,20 +228,18 @@ def _not_selected(decision: Decision) -> Decision:
     return Decision(decision.node, NOT_SELECTED, f"not selected; not up to date: {decision.reason}")
 
 
-def _missing_input(node: Node, missing: str, made: Mapping[str, Decision], *, only: Sequence[str]) -> str:
-    above: list[str] = []
-    queue = [missing]
+def _missing_input(name: str, missing: str, made: Mapping[str, Decision], *, only: Sequence[str]) -> str:
+    chain = set(only)
+    queue = [need for selected in only for need in made[selected].node.needs]
     while queue:
-        name = queue.pop()
-        if made[name].output_id is None and name not in above:
-            above.append(name)
-            queue.extend(made[name].node.needs)
-    chain = [name for name in made if name in above or name in only]
-    chain += [name for name in only if name not in chain]
+        above = queue.pop()
+        if made[above].output_id is None and above not in chain:
+            chain.add(above)
+            queue.extend(made[above].node.needs)
     why = made[missing].reason.removeprefix("not selected; ")
     return (
-        f"--only {node.name}: its input {missing} has no finished output for this configuration ({why}); "
-        f"make it with --only {','.join(chain)}, or leave --only out"
+        f"--only {name}: its input {missing} has no finished output for this configuration ({why}); "
+        f"make it with --only {','.join(n for n in made if n in chain)}, or leave --only out"
     )
 
 

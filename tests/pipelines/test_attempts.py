@@ -1,0 +1,69 @@
+"""Attempt folders and _SUCCESS.json.  python -m pytest tests/pipelines/test_attempts.py"""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from pipelines.attempts import Success, measure, new_attempt_id, problems
+from pipelines.storage import Store, open_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(tmp_path)
+
+
+def success(outputs: dict[str, dict[str, object]]) -> Success:
+    return Success("n", "f", "a", "", "", outputs, {}, {}, {}, {}, None, "unknown")
+
+
+def test_attempt_ids_sort_by_time_even_if_the_clock_goes_back() -> None:
+    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    first = new_attempt_id(now=now)
+    assert first.startswith("20260102T030405-") and len(first) == len("20260102T030405-abcdef")
+    ids = [first]
+    for moment in (now, now, datetime(2020, 1, 1, tzinfo=UTC)):
+        ids.append(new_attempt_id(ids, now=moment))
+    assert ids == sorted(set(ids))
+
+
+def test_measure_lists_every_file_below_an_output(store: Store) -> None:
+    store.write_text("f/one.txt", "1")
+    store.write_text("f/many/a", "22")
+    store.write_text("f/many/deep/b", "333")
+    store.write_text("f/unlisted", "4")
+    outputs = measure(store, "f", {"one": "one.txt", "many": "many"}, {"many/a": "known before"})
+    assert outputs == {
+        "many/a": {"bytes": 2, "sha256": "known before"},
+        "many/deep/b": {"bytes": 3, "sha256": hashlib.sha256(b"333").hexdigest()},
+        "one.txt": {"bytes": 1, "sha256": hashlib.sha256(b"1").hexdigest()},
+    }
+
+
+def test_a_promised_output_that_is_not_there_fails(store: Store) -> None:
+    store.write_text("f/x", "1")
+    with pytest.raises(ValueError, match="output 'model': there is no file at 'model.bin'"):
+        measure(store, "f", {"model": "model.bin"}, {})
+
+
+def test_problems_look_at_sizes_and_on_request_at_checksums(store: Store) -> None:
+    folder = "nodes/n/f/a"
+    for name in ("good", "short", "changed"):
+        store.write_text(f"{folder}/{name}", name)
+    record = success(measure(store, folder, {"all": "."}, {}) | {"gone": {"bytes": 1, "sha256": ""}})
+    store.write_text(f"{folder}/short", "s")
+    store.write_text(f"{folder}/changed", "CHANGED")
+    assert sorted(problems(store, record)) == ["gone is missing", "short has 1 bytes instead of 5"]
+    assert "changed has another checksum" in problems(store, record, deep=True)
+
+
+def test_success_survives_the_way_through_json() -> None:
+    record = success({"a": {"bytes": 1, "sha256": "x"}})
+    assert Success.from_bytes(record.to_bytes()) == record
+    for content in (b"", b"[]", b"{}", b'{"node": 1, "other": 2}'):
+        with pytest.raises(ValueError):
+            Success.from_bytes(content)

@@ -1,0 +1,331 @@
+"""Plans: which nodes run, which are skipped, and the reason given.  python -m pytest tests/pipelines/test_plan.py
+
+Nodes run in this process, without Ray.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines import attempts
+from pipelines.errors import UserError
+from pipelines.node import Node, NodeContext
+from pipelines.plan import Plan, _ago, decide, ordered, plan
+from pipelines.progress import Reporter
+from pipelines.storage import Store, open_store
+from pipelines.task import Task, adopt, execute
+from pipelines.tracking import RunHandle
+
+TOYS = Path(__file__).parent / "toys"
+
+
+def diamond(**changes: dict[str, Any]) -> list[Node]:
+    """prepare -> left, right -> join; changes: {node: fields}."""
+    needs = {"prepare": (), "left": ("prepare",), "right": ("prepare",), "join": ("left", "right")}
+    nodes = [Node(name, "toy.nodes:write", above, {"value": name}) for name, above in needs.items()]
+    return [dataclasses.replace(node, **changes.get(node.name, {})) for node in nodes]
+
+
+def decided(store: Store, nodes: Sequence[Node] | None = None, *, root: Path = TOYS, **options: Any) -> Plan:
+    return plan(nodes or diamond(), store, packages=("toy",), root=root, **options)
+
+
+def carry_out(made: Plan, *, broken: Sequence[str] = ()) -> list[str]:
+    """Runs a plan in this process as the runner does, leaving `broken` nodes unfinished; returns what ran."""
+    store, ran = made.store, []
+    outputs = {d.node.name: d.success.output(store) for d in made.decisions if d.success}
+    for decision in made.decisions:
+        node = decision.node
+        if decision.action in ("skip", "not selected") or not all(need in outputs for need in node.needs):
+            continue
+        if decision.fingerprint is None:
+            decision = decide(node, {need: outputs[need].attempt for need in node.needs}, made)
+        assert decision.fingerprint and decision.ingredients is not None
+        if decision.action == "keep":
+            adopt(store, decision.success, fingerprint=decision.fingerprint, ingredients=decision.ingredients, why="x")
+            continue
+        attempt = decision.attempt or attempts.new_attempt_id(decision.known_attempts)
+        folder = attempts.attempt_folder(node.name, decision.fingerprint, attempt)
+        if node.name in broken:
+            started = json.dumps({"ingredients": decision.ingredients})
+            store.write_text(f"{folder}/{attempts.STARTED}", started)
+            continue
+        context = NodeContext(
+            node=node.name,
+            fingerprint=decision.fingerprint,
+            attempt=attempt,
+            config=node.config,
+            options=node.options,
+            inputs={need: outputs[need] for need in node.needs},
+            out=store.uri_of(folder),
+            run=RunHandle(),
+            progress=Reporter(node.name),
+            fresh=decision.attempt is None,
+        )
+        upstream = {need: outputs[need].attempt for need in node.needs}
+        outcome = execute(Task(store, node.function, context, upstream, decision.ingredients, "unknown"))
+        assert outcome.success is not None, outcome.error
+        outputs[node.name] = outcome.success.output(store)
+        ran.append(node.name)
+    return ran
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(tmp_path / "run")
+
+
+@pytest.fixture
+def finished(store: Store) -> Store:
+    """A store on which the whole diamond is up to date."""
+    assert carry_out(decided(store)) == ["prepare", "left", "right", "join"]
+    return store
+
+
+def actions(made: Plan) -> dict[str, str]:
+    return {d.node.name: d.action for d in made.decisions}
+
+
+def test_order_follows_needs_and_then_the_given_order() -> None:
+    shuffled = [diamond()[i] for i in (3, 2, 0, 1)]
+    assert [node.name for node in ordered(shuffled)] == ["prepare", "left", "right", "join"]
+
+
+def test_cycles_unknown_needs_and_twins_are_refused() -> None:
+    with pytest.raises(ValueError, match="in a circle: a -> b -> a"):
+        ordered([Node("a", "m:f", ("b",)), Node("b", "m:f", ("a",))])
+    with pytest.raises(ValueError, match="'a' needs 'nothing'"):
+        ordered([Node("a", "m:f", ("nothing",))])
+    with pytest.raises(ValueError, match="'a' is there twice"):
+        ordered([Node("a", "m:f"), Node("a", "m:f")])
+
+
+def test_on_an_empty_store_all_runs_and_nothing_is_written(store: Store) -> None:
+    made = decided(store)
+    assert actions(made) == {"prepare": "run", "left": "wait", "right": "wait", "join": "wait"}
+    assert made["prepare"].reason == "no output yet"
+    assert made["join"].reason == "because left and right run"
+    assert made["left"].fingerprint is None
+    assert store.list() == []
+
+
+def test_up_to_date_nodes_are_skipped_with_attempt_and_age(finished: Store) -> None:
+    made = decided(finished)
+    assert set(actions(made).values()) == {"skip"} and made.will_run == ()
+    attempt = made["left"].output_id
+    assert made["left"].reason == f"up to date: attempt {attempt}, finished less than a minute ago"
+    assert carry_out(made) == []
+    assert made.lines()[0].split()[:4] == ["prepare", "skip", "up", "to"]
+
+
+def test_a_config_value_reruns_its_node_and_what_hangs_on_it(finished: Store) -> None:
+    made = decided(finished, diamond(left={"config": {"value": "new"}}))
+    assert made.will_run == ("left", "join") and made["right"].action == "skip"
+    assert made["left"].reason == "config changed: value left -> new"
+    assert made["join"].reason == "because left runs"
+    assert carry_out(made) == ["left", "join"]
+    assert decided(finished, diamond(left={"config": {"value": "new"}})).will_run == ()
+    assert decided(finished).will_run == ()  # both outputs are kept: going back runs nothing
+
+
+def test_options_cost_and_tags_rerun_nothing(finished: Store) -> None:
+    changes = {"options": {"num_workers": 7}, "cost": {"CPU": 2}, "num_cpus": 0, "tags": {"a": "b"}, "resumable": True}
+    assert decided(finished, diamond(left=changes)).will_run == ()
+
+
+def test_other_source_files_rerun_all(finished: Store) -> None:
+    made = decided(finished, diamond(prepare={"source": "listing 2"}))
+    assert made.will_run == ("prepare", "left", "right", "join")
+    assert made["prepare"].reason == "source files changed"
+
+
+def write_toys(root: Path, *, left: str) -> Path:
+    """Two modules: `left` is used by node left alone."""
+    (root / "toy").mkdir(parents=True, exist_ok=True)
+    (root / "toy" / "__init__.py").write_text("")
+    (root / "toy" / "nodes.py").write_text("def write(context): ...\n")
+    (root / "toy" / "left.py").write_text("from toy import part\ndef write(context): return part.f()\n")
+    (root / "toy" / "part.py").write_text(left)
+    return root
+
+
+def test_code_reruns_only_the_nodes_that_use_it(store: Store, tmp_path: Path) -> None:
+    nodes = diamond(left={"function": "toy.left:write"})
+    toys = write_toys(tmp_path / "code", left="def f():\n    return 1\n")
+    seal(decided(store, nodes, root=toys))
+    write_toys(toys, left='"""Words."""\n\n\ndef f():\n    """More words."""\n    return 1  # why\n')
+    assert decided(store, nodes, root=toys).will_run == ()
+    write_toys(toys, left="def f():\n    return 2\n")
+    made = decided(store, nodes, root=toys)
+    assert made.will_run == ("left", "join")
+    assert made["left"].reason == "code changed: toy.part"
+
+
+def seal(made: Plan) -> None:
+    """Finishes every node with one empty file, without calling its function."""
+    ids: dict[str, str] = {}
+    for decision in made.decisions:
+        node = decision.node
+        decision = decide(node, {need: ids[need] for need in node.needs}, made)
+        ids[node.name] = attempts.new_attempt_id()
+        folder = attempts.attempt_folder(node.name, decision.fingerprint or "", ids[node.name])
+        made.store.write_bytes(f"{folder}/empty", b"")
+        success = attempts.Success(
+            node=node.name,
+            fingerprint=decision.fingerprint or "",
+            attempt=ids[node.name],
+            started=attempts.utc_now(),
+            finished=attempts.utc_now(),
+            outputs=attempts.measure(made.store, folder, {"empty": "empty"}, {}),
+            named={"empty": "empty"},
+            upstream={need: ids[need] for need in node.needs},
+            ingredients=decision.ingredients or {},
+            metrics={},
+            mlflow_run_id=None,
+            git_commit="unknown",
+        )
+        made.store.write_bytes(f"{folder}/{attempts.SUCCESS}", success.to_bytes())
+
+
+def test_rerun_makes_a_new_attempt_and_reruns_what_hangs_on_it(finished: Store) -> None:
+    before = {name: decided(finished)[name].output_id for name in ("prepare", "left", "right", "join")}
+    made = decided(finished, rerun=["left"])
+    assert made.will_run == ("left", "join")
+    assert made["left"].reason == "asked for by --rerun"
+    carry_out(made)
+    after = decided(finished)
+    assert after.will_run == ()
+    changed = [name for name in before if after[name].output_id != before[name]]
+    assert changed == ["left", "join"]
+    text = [(d.success.output(finished).uri, d.success.named["value"]) for d in after.decisions if d.success]
+    assert Path(*text[3]).read_text() == "join(left(prepare()),right(prepare()))"
+
+
+def test_only_takes_exactly_the_named_nodes(finished: Store) -> None:
+    changed = diamond(left={"config": {"value": "new"}})
+    assert actions(decided(finished, changed, only=["right"])) == {
+        "prepare": "not selected",
+        "left": "not selected",
+        "right": "skip",
+        "join": "not selected",
+    }
+    made = decided(finished, changed, only=["left"])
+    assert made.will_run == ("left",)
+    assert carry_out(made) == ["left"]
+    assert decided(finished, changed).will_run == ("join",)
+    assert decided(finished, changed)["join"].reason == "new output of left"
+
+
+def test_only_without_its_inputs_names_them_and_a_way_out_that_works(finished: Store) -> None:
+    changed = diamond(prepare={"config": {"value": "new"}})
+    with pytest.raises(UserError) as refusal:
+        decided(finished, changed, only=["join"])
+    text = str(refusal.value)
+    assert "--only join: its input left has no finished output" in text and "\n" not in text
+    named = text.split("make it with --only ")[1].split(" ")[0].rstrip(",").split(",")
+    assert carry_out(decided(finished, changed, only=named)) == ["prepare", "left", "right", "join"]
+
+
+def test_the_way_out_covers_every_named_node(store: Store) -> None:
+    nodes = [
+        Node(name, "toy.nodes:write", needs) for name, needs in (("a", ()), ("b", ()), ("c", ("a",)), ("d", ("b",)))
+    ]
+    with pytest.raises(UserError, match="make it with --only a,b,c,d, or"):
+        decided(store, nodes, only=["c", "d"])
+
+
+def test_unknown_names_are_refused_with_the_nearest(finished: Store) -> None:
+    for option in ("only", "rerun", "keep"):
+        with pytest.raises(UserError, match=rf"--{option} lefd: .* no such node .*did you mean left\?"):
+            decided(finished, **{option: ["lefd"]})
+    with pytest.raises(UserError, match="--rerun left: --only leaves this node out"):
+        decided(finished, only=["right"], rerun=["left"])
+    with pytest.raises(UserError, match="exclude each other"):
+        decided(finished, keep=["left"], rerun=["left"])
+
+
+def test_keep_adopts_the_newest_output_and_records_it(finished: Store) -> None:
+    changed = diamond(left={"config": {"value": "new"}})
+    made = decided(finished, changed, keep=["left"])
+    assert actions(made) == {"prepare": "skip", "left": "keep", "right": "skip", "join": "skip"}
+    assert "in spite of: config changed: value left -> new" in made["left"].reason
+    assert carry_out(made) == []
+    again = decided(finished, changed)
+    assert again.will_run == () and "kept in spite of" in again["left"].reason
+    record = again["left"].success
+    assert record is not None and record.adopted is not None
+    assert record.attempt == decided(finished)["left"].output_id
+    assert Path(record.output(finished).uri, record.named["value"]).read_text() == "left(prepare())"
+
+
+def test_keep_below_a_node_that_runs(finished: Store) -> None:
+    changed = diamond(prepare={"config": {"value": "new"}})
+    made = decided(finished, changed, keep=["left", "right"])
+    assert actions(made) == {"prepare": "run", "left": "keep", "right": "keep", "join": "skip"}
+    assert carry_out(made) == ["prepare"]
+    assert decided(finished, changed).will_run == ()
+    twice = decided(finished, diamond(prepare={"config": {"value": "newer"}}), keep=["left", "right"])
+    assert carry_out(twice) == ["prepare"]  # an adopted output can be adopted again
+
+
+def test_keep_without_any_output_is_refused(store: Store) -> None:
+    with pytest.raises(UserError, match="--keep left: it has no finished output"):
+        decided(store, keep=["left"])
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+def test_an_interrupted_attempt_goes_on_or_starts_over(finished: Store, resumable: bool) -> None:
+    changed = diamond(left={"config": {"value": "new"}, "resumable": resumable})
+    carry_out(decided(finished, changed), broken=["left"])
+    made = decided(finished, changed)
+    unfinished = next(a for a in attempts.history(finished, "left") if a.success is None)
+    assert made["left"].attempt == (unfinished.attempt if resumable else None)
+    words = "continues it" if resumable else "starts over"
+    assert made["left"].reason == f"attempt {unfinished.attempt} was interrupted; {words}"
+    assert decided(finished, changed, rerun=["left"])["left"].attempt is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: (folder / "value.txt").unlink(), "value.txt is missing"),
+        (lambda folder: (folder / "value.txt").write_text("longer than it was"), "value.txt has 18 bytes instead of"),
+        (lambda folder: (folder / "_SUCCESS.json").write_text("{"), "_SUCCESS.json is not readable"),
+        (lambda folder: (folder / "_SUCCESS.json").write_text('{"node": "left"}'), "_SUCCESS.json is not readable"),
+    ],
+)
+def test_a_damaged_output_is_made_anew_and_never_continued(finished: Store, damage: Any, words: str) -> None:
+    folder = Path(decided(finished)["left"].success.output(finished).uri)
+    damage(folder)
+    made = decided(finished, diamond(left={"resumable": True}))
+    assert made.will_run == ("left", "join")
+    assert words in made["left"].reason and made["left"].attempt is None
+
+
+def test_an_older_intact_attempt_serves_when_the_newest_is_damaged(finished: Store) -> None:
+    first = decided(finished)["left"].output_id
+    carry_out(decided(finished, rerun=["left"]))
+    second = decided(finished)["left"]
+    Path(second.success.output(finished).uri, "value.txt").unlink()
+    assert decided(finished)["left"].output_id == first != second.output_id
+
+
+@pytest.mark.parametrize(
+    ("finished_at", "words"),
+    [
+        ("2026-01-01T09:58:01+00:00", "2 h ago"),
+        ("2026-01-01T11:59:30+00:00", "less than a minute ago"),
+        ("2025-12-29T12:00:00+00:00", "3 d ago"),
+        ("2026-01-01T11:55:00+00:00", "5 min ago"),
+        ("yesterday", "at an unknown time"),
+    ],
+)
+def test_ages(finished_at: str, words: str) -> None:
+    assert _ago(finished_at, now=datetime(2026, 1, 1, 12, tzinfo=UTC)) == words

@@ -1,0 +1,1 @@
+"""Tiny nodes for tests of the engine."""

@@ -1,0 +1,80 @@
+"""Node functions that tests of the engine run, in this process or as Ray tasks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+
+from pipelines.errors import UserError
+from pipelines.node import NodeContext, NodeResult
+
+
+def write(context: NodeContext) -> NodeResult:
+    """Writes its value and what it read upstream."""
+    seen = [Path(output.uri, output.named["value"]).read_text() for output in context.inputs.values()]
+    Path(context.out, "value.txt").write_text(f"{context.config.get('value', '')}({','.join(seen)})")
+    print("a printed line of", context.node)
+    logging.getLogger("toy").info("a logged line of %s", context.node)
+    with context.run.open() as run:
+        run.log_metrics({"value": 1.0}, step=3)
+    context.progress.update(1, 1, unit="values")
+    return NodeResult({"value": "value.txt"}, {"value": 2.0, "length": float(len(seen))})
+
+
+def fail_while(context: NodeContext) -> NodeResult:
+    """Fails as long as the file options["broken"] exists."""
+    if Path(context.options["broken"]).exists():
+        raise RuntimeError("broken on purpose\nwith a second line")
+    return write(context)
+
+
+def mistake(context: NodeContext) -> NodeResult:
+    raise UserError("the folder is empty")
+
+
+def die(context: NodeContext) -> NodeResult:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def count(context: NodeContext) -> NodeResult:
+    """Three steps, one file each; stops in the middle as long as options["broken"] exists. Goes on where it was."""
+    with context.run.open() as run:
+        for step in range(3):
+            file = Path(context.out, f"step{step}.txt")
+            if not file.exists():
+                file.write_text(str(context.fresh))
+                run.log_metrics({"step": float(step)}, step=step)
+            if step == 1 and Path(context.options["broken"]).exists():
+                raise RuntimeError("stopped in the middle")
+    return NodeResult({"steps": "."})
+
+
+def meet(context: NodeContext) -> NodeResult:
+    """Ends only when the other one runs too: both write a file and wait for the other's."""
+    place = Path(context.options["place"])
+    (place / context.node).touch()
+    deadline = time.monotonic() + 30
+    while not (place / context.options["other"]).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{context.options['other']} never ran beside me")
+        time.sleep(0.02)
+    return write(context)
+
+
+def alone(context: NodeContext) -> NodeResult:
+    """Fails if another node that runs this function is running."""
+    flag = Path(context.options["place"], "busy")
+    flag.touch(exist_ok=False)
+    time.sleep(0.3)
+    flag.unlink()
+    return write(context)
+
+
+def wait_for_ever(context: NodeContext) -> NodeResult:
+    Path(context.options["place"], "pid").write_text(str(os.getpid()))
+    while True:
+        time.sleep(0.05)
