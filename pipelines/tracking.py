@@ -56,6 +56,10 @@ class NodeRun:
     """Logs to one run from a background thread, in order; a call never waits for the server and never raises."""
 
     def __init__(self, handle: RunHandle) -> None:
+        # Here, not in two threads at once: mlflow's modules import each other in circles.
+        import mlflow.entities
+        import mlflow.tracking  # noqa: F401
+
         self.handle = handle
         self._calls: collections.deque[Callable[[MlflowClient], object]] = collections.deque(maxlen=_MAX_WAITING)
         self._wake = threading.Condition()
