@@ -199,6 +199,7 @@ def _claim(filesystem: pafs.FileSystem, folder: str, out: str, plan: Plan) -> No
             for info in filesystem.get_file_info(pafs.FileSelector(folder)):
                 if info.base_name == "_build" or info.base_name.startswith("res="):
                     filesystem.delete_dir(info.path)
+    files.remove_temporaries(filesystem, folder)
     shards = [{"split": s.split, "index": s.index, "num_rows": len(s.rows)} for s in plan.shards]
     text = json.dumps({"plan_hash": plan.hash, "shards": shards}, indent=1) + "\n"
     files.put_bytes(filesystem, plan_path, text.encode())
@@ -364,6 +365,7 @@ def _commit(
         assert count == len(keys[split]), f"{split}: {count} rows written, {len(keys[split])} planned and usable"
         if not count:
             raise TooManyUnusable(f"no photo of the {split} split can be used: {_reasons(bad)}")
+    files.remove_temporaries(filesystem, folder)
     shards = [Shard(**fields) for sidecar in sidecars for fields in sidecar["files"]]
     manifest = Manifest(
         dataset=config.dataset,

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import pyarrow.fs as pafs
 
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]+://")
+_TEMPORARY = re.compile(r"\.tmp-\d+$")
 
 
 def locate(uri: str) -> tuple[pafs.FileSystem, str]:
@@ -61,6 +62,14 @@ def whole_file(filesystem: pafs.FileSystem, path: str) -> Iterator:
         with open(scratch, "rb") as source, filesystem.open_output_stream(path) as target:
             while chunk := source.read(1 << 24):
                 target.write(chunk)
+
+
+def remove_temporaries(filesystem: pafs.FileSystem, folder: str) -> None:
+    """Deletes what killed writers of `whole_file` left below a local folder."""
+    if isinstance(filesystem, pafs.LocalFileSystem):
+        for path in pathlib.Path(folder).rglob("*.tmp-*"):
+            if _TEMPORARY.search(path.name):
+                path.unlink(missing_ok=True)
 
 
 def put_bytes(filesystem: pafs.FileSystem, path: str, data: bytes) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import io
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,7 +131,9 @@ def _exif_orientation(data: bytes) -> int:
 
 def _open(data: bytes) -> Image.Image:
     try:
-        image = Image.open(io.BytesIO(data), formats=(*_PILLOW_FORMATS, "JPEG"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # _refuse_bomb decides
+            image = Image.open(io.BytesIO(data), formats=(*_PILLOW_FORMATS, "JPEG"))
     except Image.DecompressionBombError as error:
         raise UnusableImage("decompression_bomb", str(error)) from None
     except UnidentifiedImageError:

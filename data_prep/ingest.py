@@ -1,0 +1,178 @@
+"""The training stream: a finished data set as an endless, ordered stream of rows through Ray Data.
+
+Row order is a pure function of (seed, epoch): row groups are permuted, then the rows inside each. So the row at any
+position of the stream is known without reading what comes before, training resumes in the middle of an epoch, and a
+global batch is the same for any number of workers.
+
+Words: the stream is epoch 0, epoch 1, ... one after another; `position` counts its rows. R side of an image, B rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import ray.data
+
+from data_prep.order import draws, permutation
+from data_prep.parquet import Shard, open_dataset, pixel_column, pixels, pixels_of, read_shard
+
+__all__ = ["collate", "draws", "train_stream"]
+
+_TASK_BYTES = 16_000_000  # of pixels that one read task returns, about
+_CACHE_BYTES = 64_000_000  # a split up to this size stays decoded in each reading process
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Everything that decides the rows of a stream."""
+
+    uri: str
+    row_groups: tuple[tuple[Shard, int], ...]  # in the data set's order
+    seed: int
+
+    @functools.cached_property
+    def group_rows(self) -> np.ndarray:
+        return np.array([shard.row_group_rows[index] for shard, index in self.row_groups], np.int64)
+
+    @property
+    def rows_per_epoch(self) -> int:
+        return int(self.group_rows.sum())
+
+    def pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """(epoch, row group, first row, last row + 1) for the positions [begin, end); rows count in epoch order."""
+        epoch, offset = divmod(begin, self.rows_per_epoch)
+        left = end - begin
+        while left > 0:
+            order = permutation(len(self.row_groups), self.seed, epoch)
+            ends = np.cumsum(self.group_rows[order])
+            for i in range(int(np.searchsorted(ends, offset, side="right")), len(order)):
+                rows = int(self.group_rows[order[i]])
+                first = max(0, offset - (int(ends[i]) - rows))
+                last = min(rows, first + left)
+                yield epoch, int(order[i]), first, last
+                left -= last - first
+                if not left:
+                    return
+            epoch, offset = epoch + 1, 0
+
+    def cut(self, begin: int, end: int, *, task_rows: int) -> list[int]:
+        """Positions where read tasks begin, and the end: tasks of whole row groups of about `task_rows` rows."""
+        cuts, position = [begin], begin
+        for _, _, first, last in self.pieces(begin, end):
+            position += last - first
+            if position - cuts[-1] >= task_rows or position == end:
+                cuts.append(position)
+        return cuts
+
+
+def train_stream(
+    uri: str,
+    *,
+    resolution: int,
+    bits: int,
+    split: str = "train",
+    seed: int,
+    start_row: int,
+    num_rows: int,
+    rows_per_block: int | None = None,
+    num_cpus_per_task: float = 0.25,
+    num_read_tasks: int = 2,
+) -> ray.data.Dataset:
+    """The rows at positions [start_row, start_row + num_rows), in order; row groups before them are not read.
+
+    uri                the data set's folder
+    rows_per_block     None for one consumer. For n workers: global batch / n; then streaming_split(n, equal=True)
+                       hands block after block to worker after worker, so that their union is the global batch.
+                       start_row and num_rows must then be multiples of the global batch
+    num_cpus_per_task  logical CPUs of a read task; keep it small on a machine whose CPUs the workers have taken
+    num_read_tasks     read tasks that may run at once
+
+    Columns: key string, px (R * R * 3 bytes), epoch int32, position int64 (in the stream). Order is kept when the
+    dataset is iterated directly; through Ray Train, DataConfig must set execution_options.preserve_order.
+    Raises ValueError for an unfinished data set, or a resolution, depth or split that it has not.
+    """
+    dataset = open_dataset(uri)
+    shards = dataset.shards(resolution=resolution, bits=bits, split=split)
+    groups = tuple((shard, i) for shard in shards for i in range(len(shard.row_group_rows)))
+    stream = _Stream(uri, groups, seed)
+    if start_row < 0:
+        raise ValueError(f"start_row is {start_row}; it must be at least 0")
+    if num_rows < 1:
+        raise ValueError(f"num_rows is {num_rows}; it must be at least 1")
+    bytes_per_row = resolution * resolution * 3
+    cuts = stream.cut(start_row, start_row + num_rows, task_rows=max(1, _TASK_BYTES // bytes_per_row))
+    cache_bytes = _CACHE_BYTES if stream.rows_per_epoch * bytes_per_row <= _CACHE_BYTES else 0
+    read = functools.partial(_read_task, stream=stream, cuts=np.array(cuts), cache_bytes=cache_bytes)
+    num_tasks = len(cuts) - 1
+    # Blocks of the range hold several tasks only when there are very many: a block costs the driver about 1 kB.
+    tasks = ray.data.range(num_tasks, override_num_blocks=min(num_tasks, 10_000))
+    tasks.context.enable_progress_bars = False
+    tasks.context.execution_options.preserve_order = True
+    rows = tasks.map_batches(
+        read,
+        batch_size=1,
+        batch_format="pyarrow",
+        num_cpus=num_cpus_per_task,
+        compute=ray.data.TaskPoolStrategy(size=min(num_read_tasks, num_tasks)),
+    )
+    if rows_per_block is not None:
+        rows = rows.repartition(target_num_rows_per_block=rows_per_block, strict=True)
+    return rows
+
+
+# Decoded row groups of this process, newest last. Many epochs over a tiny data set would otherwise open and
+# decompress the same file again and again. Shards never change, so the key holds their checksum.
+_cache: OrderedDict[tuple[str, int], pa.Table] = OrderedDict()
+
+
+def _read_task(task: pa.Table, *, stream: _Stream, cuts: np.ndarray, cache_bytes: int) -> pa.Table:
+    """Runs in a Ray task: `task` is one row with the number of the task."""
+    number = task.column("id")[0].as_py()
+    position, end = int(cuts[number]), int(cuts[number + 1])
+    parts = []
+    for epoch, group, first, last in stream.pieces(position, end):
+        table = _row_group(stream, group, cache_bytes)
+        # + 1: numbers that end in zeros seed the same stream as without them, and the row groups' order has two.
+        rows = permutation(table.num_rows, stream.seed, epoch, group + 1)[first:last]
+        columns = {
+            "key": table.column("key").take(rows),
+            "px": pixel_column(pixels(table)[rows]),
+            "epoch": np.full(len(rows), epoch, np.int32),
+            "position": np.arange(position, position + len(rows)),
+        }
+        parts.append(pa.table(columns))
+        position += len(rows)
+    return pa.concat_tables(parts).combine_chunks()
+
+
+def _row_group(stream: _Stream, group: int, cache_bytes: int) -> pa.Table:
+    shard, index = stream.row_groups[group]
+    name = (shard.sha256, index)
+    if name in _cache:
+        _cache.move_to_end(name)
+        return _cache[name]
+    table = read_shard(stream.uri, shard, row_group=index, columns=["key", "px"]).combine_chunks()
+    if cache_bytes:
+        _cache[name] = table
+        while sum(kept.nbytes for kept in _cache.values()) > cache_bytes:
+            _cache.popitem(last=False)
+    return table
+
+
+def collate(batch: pa.Table | Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A batch of the stream -> px uint8 (B, R, R, 3), key (B,) of str, epoch int32 (B,), position int64 (B,).
+
+    Best with `iter_batches(batch_format="pyarrow")`, where px is not copied once more. A dictionary of arrays, which
+    Ray's other batch formats give, works too. The px array may be read-only.
+    """
+    if isinstance(batch, pa.Table):
+        px = pixels(batch)
+        names = ("key", "epoch", "position")
+        return {"px": px, **{name: batch.column(name).to_numpy() for name in names}}
+    column = pa.array(list(batch["px"]), pa.binary(len(batch["px"][0])))
+    return {**{name: np.asarray(batch[name]) for name in ("key", "epoch", "position")}, "px": pixels_of(column)}

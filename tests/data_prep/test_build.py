@@ -1,0 +1,188 @@
+"""The whole build through Ray Data: splits, resume, quarantine, commit.  pytest tests/data_prep/test_build.py"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pathlib
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from data_prep import images, sources
+from data_prep.build import TooManyUnusable, build, make_plan, split_photos
+from data_prep.config import DataConfig
+from data_prep.parquet import open_dataset, pixels, verify
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+@pytest.fixture
+def config(tmp_path: pathlib.Path, make_photos: Callable) -> DataConfig:
+    make_photos(tmp_path / "raw", 12)
+    return DataConfig(
+        dataset="photos",
+        root=str(tmp_path / "raw"),
+        image_size=16,
+        resolutions=[16, 8],
+        bits=[3, 8],
+        num_valid_photos=2,
+        num_test_photos=3,
+        rows_per_shard=3,
+        max_quarantine_fraction=0,
+    )
+
+
+def tiles(config: DataConfig, **changes: object) -> DataConfig:
+    return dataclasses.replace(config, crop="tiles", tile_size=32, tile_stride=12, rows_per_shard=20, **changes)
+
+
+def quiet(done: int, total: int, quarantined: int) -> None:
+    pass
+
+
+def contents(folder: pathlib.Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_center_crops_are_decoded_cropped_resized_and_shifted(config: DataConfig, tmp_path: pathlib.Path):
+    calls: list[tuple[int, int, int]] = []
+    manifest = build(config, out=str(tmp_path / "set"), progress=lambda *call: calls.append(call))
+    assert manifest.num_images == {"train": 7, "valid": 2, "test": 3} and verify(str(tmp_path / "set")) == []
+    assert calls[0] == (0, 12, 0) and calls[-1] == (12, 12, 0) and len(calls) == 1 + 3 + 1 + 1  # as shards finish
+    dataset = open_dataset(str(tmp_path / "set"))
+    assert dataset.manifest == manifest
+    found = set()
+    for split in manifest.num_images:
+        table = dataset.read(resolution=8, bits=3, split=split)
+        for key, height, width, px in zip(
+            *(table.column(c).to_pylist() for c in ("key", "orig_h", "orig_w")), pixels(table), strict=True
+        ):
+            data = (tmp_path / "raw" / key).read_bytes()
+            square = images.center_crop(images.decode(data, profile="tf").pixels)
+            assert (height, width) == (60, 80)
+            assert np.array_equal(px, images.resize_square(square, 8, profile="tf") >> 5), key
+            found.add(key)
+    assert found == {path.name for path in (tmp_path / "raw").iterdir()}
+    assert "photos" in (tmp_path / "set" / "README.md").read_text()
+
+
+def test_tiles_split_by_photo_and_held_out_ones_do_not_overlap(config: DataConfig, tmp_path: pathlib.Path):
+    config = tiles(config)
+    manifest = build(config, out=str(tmp_path / "set"), progress=quiet)
+    dataset = open_dataset(str(tmp_path / "set"))
+    photos = {}
+    for split in ("train", "valid", "test"):
+        table = dataset.read(resolution=16, bits=8, split=split)
+        keys = table.column("key").to_pylist()
+        photos[split] = {key.split("#")[0] for key in keys}
+        assert len(keys) == manifest.num_photos[split] * (3 * 5 if split == "train" else 1 * 2) == len(set(keys))
+        for key, px in zip(keys[:10], pixels(table), strict=False):
+            photo, place = key.split("#")
+            top, left = (int(number[1:]) for number in place.split("_"))
+            whole = images.decode((tmp_path / "raw" / photo).read_bytes(), profile="tf").pixels
+            tile = whole[top : top + 32, left : left + 32]
+            assert np.array_equal(px, images.resize_square(tile, 16, profile="tf")), key
+    assert {split: len(found) for split, found in photos.items()} == {"train": 7, "valid": 2, "test": 3}
+    assert not set.intersection(photos["train"], photos["valid"] | photos["test"])
+    assert not photos["valid"] & photos["test"]
+
+
+def test_deleted_shard_is_the_only_one_that_is_written_again(config: DataConfig, tmp_path: pathlib.Path):
+    out = tmp_path / "set"
+    build(config, out=str(out), progress=quiet)
+    before = contents(out)
+    lost = out / "res=8" / "bits=3" / "train-00001-of-00003.parquet"
+    lost.unlink()
+    (out / "manifest.json").unlink()
+    (out / "res=8" / "bits=3" / "train-00001-of-00003.parquet.tmp-1").write_bytes(b"half a shard")
+    times = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet") if "quarantine" not in path.name}
+    build(config, out=str(out), progress=quiet)
+    assert contents(out) == before
+    rewritten = {path.name for path, time in times.items() if path.stat().st_mtime_ns != time}
+    assert rewritten == {lost.name}  # in its other resolutions and depths
+    assert verify(str(out)) == []
+
+
+def test_damaged_shard_is_found_and_written_again(config: DataConfig, tmp_path: pathlib.Path):
+    out = tmp_path / "set"
+    build(config, out=str(out), progress=quiet)
+    before = contents(out)
+    path = out / "res=16" / "bits=8" / "test-00000-of-00001.parquet"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert verify(str(out)) == [f"{path.relative_to(out)}: sha256 differs from the manifest"]
+    build(config, out=str(out), progress=quiet)
+    assert contents(out) == before
+
+
+def test_another_plan_never_mixes_with_what_is_there(config: DataConfig, tmp_path: pathlib.Path):
+    out = tmp_path / "set"
+    build(config, out=str(out), progress=quiet)
+    other = dataclasses.replace(config, resolutions=[16, 4], rows_per_shard=5)
+    with pytest.raises(ValueError, match="another plan"):
+        build(other, out=str(out), progress=quiet)
+    (out / "manifest.json").unlink()  # unfinished: what it left is cleared
+    manifest = build(other, out=str(out), progress=quiet)
+    listed = {shard.path for shard in manifest.shards}
+    assert {name for name in contents(out) if name.startswith("res=")} == listed
+
+
+@pytest.mark.parametrize("crop", ["center", "tiles"])
+def test_bad_photo_is_named_and_counted(config: DataConfig, tmp_path: pathlib.Path, crop: str):
+    config = dataclasses.replace(config, max_quarantine_fraction=0.2)
+    config = tiles(config) if crop == "tiles" else config
+    train = split_photos(config, [f"photo_{i:02d}.{'png' if i % 2 else 'jpg'}" for i in range(12)])["train"]
+    cut = tmp_path / "raw" / next(key for key in train if key.endswith("jpg"))  # its header is whole
+    cut.write_bytes(cut.read_bytes()[:-200])
+    (tmp_path / "raw" / next(key for key in train if key.endswith("png"))).write_text("no image")
+    manifest = build(config, out=str(tmp_path / "set"), progress=quiet)
+    assert manifest.quarantine == {"not_an_image": 1, "truncated": 1}
+    assert manifest.num_photos["train"] == 5 and verify(str(tmp_path / "set")) == []
+    records = {record["key"]: record for record in pq.read_table(tmp_path / "set" / "quarantine.parquet").to_pylist()}
+    assert len(records) == 2
+    assert records[cut.name]["reason"] == "truncated" and records[cut.name]["size"] == cut.stat().st_size
+    assert records[cut.name]["sha256"] == hashlib.sha256(cut.read_bytes()).hexdigest()
+    assert records[cut.name]["source"] == config.root
+
+
+def test_too_many_bad_photos_stop_the_build(config: DataConfig, tmp_path: pathlib.Path):
+    (tmp_path / "raw" / "photo_03.png").write_bytes(b"")
+    with pytest.raises(TooManyUnusable, match=r"1 of 12 photos .* 1 empty .*photo_03.png"):
+        build(config, out=str(tmp_path / "set"), progress=quiet)
+    with pytest.raises(ValueError, match="no finished data set"):
+        open_dataset(str(tmp_path / "set"))
+    assert pq.read_table(tmp_path / "set" / "quarantine.parquet").column("key").to_pylist() == ["photo_03.png"]
+
+
+def test_small_photos_are_scaled_up_or_refused_by_min_side(
+    config: DataConfig, tmp_path: pathlib.Path, make_photos: Callable
+):
+    make_photos(tmp_path / "raw", 2, height=10, width=10)
+    manifest = build(config, out=str(tmp_path / "set"), progress=quiet)
+    assert manifest.conversions == {"upscaled": 2}
+    with pytest.raises(TooManyUnusable, match="too_small"):
+        build(dataclasses.replace(config, min_side=16), out=str(tmp_path / "other"), progress=quiet)
+
+
+def test_plan_depends_on_config_and_source_but_not_on_the_place(config: DataConfig, tmp_path: pathlib.Path):
+    plan = make_plan(config, sources.find(config))
+    assert make_plan(config, sources.find(config)) == plan
+    (tmp_path / "raw").rename(tmp_path / "moved")
+    moved = dataclasses.replace(config, root=str(tmp_path / "moved"))
+    assert make_plan(moved, sources.find(moved)).hash == plan.hash
+    seeded = dataclasses.replace(moved, seed=1)
+    assert make_plan(seeded, sources.find(seeded)).hash != plan.hash
+    assert make_plan(seeded, sources.find(seeded)).photos != plan.photos
+    (tmp_path / "moved" / "photo_00.jpg").unlink()
+    assert make_plan(moved, sources.find(moved)).hash != plan.hash
+
+
+def test_training_needs_a_photo(config: DataConfig):
+    greedy = dataclasses.replace(config, num_test_photos=10)
+    with pytest.raises(ValueError, match="num_valid_photos \\+ num_test_photos is 12; the source has 12 photos"):
+        make_plan(greedy, sources.find(greedy))

@@ -1,0 +1,155 @@
+"""The training stream's order, resume and split over workers.  pytest tests/data_prep/test_ingest.py"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from data_prep import ingest
+from data_prep.build import build
+from data_prep.config import DataConfig
+from data_prep.parquet import open_dataset, pixels
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory, make_photos, local_ray) -> str:
+    """95 tiles in four shards, in row groups of 10 and fewer."""
+    folder = tmp_path_factory.mktemp("ingest")
+    make_photos(folder / "raw", 6)
+    config = DataConfig(
+        dataset="photos",
+        root=str(folder / "raw"),
+        image_size=8,
+        resolutions=[8],
+        bits=[3, 8],
+        crop="tiles",
+        tile_size=16,
+        tile_stride=14,
+        num_test_photos=1,
+        rows_per_shard=30,
+        row_group_rows=10,
+    )
+    build(config, out=str(folder / "set"), progress=lambda *_: None)
+    return str(folder / "set")
+
+
+def stream(uri: str, start_row: int, num_rows: int, *, seed: int = 3, batch: int = 16, **options) -> dict:
+    dataset = ingest.train_stream(
+        uri, resolution=8, bits=8, seed=seed, start_row=start_row, num_rows=num_rows, **options
+    )
+    batches = [ingest.collate(b) for b in dataset.iter_batches(batch_size=batch, batch_format="pyarrow")]
+    return {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
+
+
+def test_every_image_once_an_epoch_with_its_own_pixels(uri: str):
+    table = open_dataset(uri).read(resolution=8, bits=8, split="train")
+    n = table.num_rows
+    expected = dict(zip(table.column("key").to_pylist(), pixels(table), strict=True))
+    rows = stream(uri, 0, 3 * n)
+    assert rows["px"].dtype == np.uint8 and rows["epoch"].dtype == np.int32 and rows["position"].dtype == np.int64
+    assert np.array_equal(rows["position"], np.arange(3 * n)) and np.array_equal(rows["epoch"], np.arange(3 * n) // n)
+    orders = [tuple(rows["key"][epoch * n : (epoch + 1) * n]) for epoch in range(3)]
+    assert all(set(order) == set(expected) for order in orders) and len(set(orders)) == 3
+    assert all(np.array_equal(px, expected[key]) for key, px in zip(rows["key"], rows["px"], strict=True))
+
+
+def test_order_is_decided_by_the_seed_and_not_by_depth(uri: str):
+    keys = stream(uri, 0, 60)["key"].tolist()
+    assert stream(uri, 0, 60)["key"].tolist() == keys != stream(uri, 0, 60, seed=4)["key"].tolist()
+    low = ingest.train_stream(uri, resolution=8, bits=3, seed=3, start_row=0, num_rows=60)
+    rows = ingest.collate(next(iter(low.iter_batches(batch_size=60, batch_format="numpy"))))
+    assert rows["key"].tolist() == keys
+    assert np.array_equal(rows["px"], stream(uri, 0, 60)["px"] >> 5)
+
+
+def test_started_anywhere_it_is_the_tail_of_the_unbroken_stream(uri: str):
+    num_rows = open_dataset(uri).num_images("train")
+    whole = stream(uri, 0, 3 * num_rows)
+    for start in (1, 10, 37, num_rows - 1, num_rows, 2 * num_rows + 5):
+        tail = stream(uri, start, 3 * num_rows - start, batch=7)
+        assert all(np.array_equal(tail[name], whole[name][start:]) for name in whole), start
+
+
+def test_skipped_row_groups_are_not_read(uri: str, monkeypatch: pytest.MonkeyPatch):
+    dataset = open_dataset(uri)
+    shards = dataset.shards(resolution=8, bits=8, split="train")
+    groups = tuple((shard, i) for shard in shards for i in range(len(shard.row_group_rows)))
+    plan = ingest._Stream(uri, groups, seed=3)
+    opened = []
+    monkeypatch.setattr(ingest, "read_shard", lambda *a, **k: opened.append(k["row_group"]) or read(*a, **k))
+    start = plan.rows_per_epoch * 5 - 25
+    table = ingest._read_task(pa.table({"id": [0]}), stream=plan, cuts=np.array([start, start + 25]), cache_bytes=0)
+    assert table.column("position").to_pylist() == list(range(start, start + 25))
+    assert 3 <= len(opened) <= 6 < len(groups)
+
+
+read = ingest.read_shard
+
+
+def test_tasks_are_whole_row_groups_of_a_bounded_size(uri: str):
+    shards = open_dataset(uri).shards(resolution=8, bits=8, split="train")
+    groups = tuple((shard, i) for shard in shards for i in range(len(shard.row_group_rows)))
+    plan = ingest._Stream(uri, groups, seed=0)
+    cuts = plan.cut(7, 900, task_rows=25)
+    assert cuts[0] == 7 and cuts[-1] == 900
+    sizes = np.diff(cuts)
+    assert (sizes[:-1] >= 25).all() and (sizes > 0).all() and (sizes < 25 + 10).all()
+
+
+def test_decoded_row_groups_are_kept_within_the_limit(uri: str, monkeypatch: pytest.MonkeyPatch):
+    shards = open_dataset(uri).shards(resolution=8, bits=8, split="train")
+    groups = tuple((shard, i) for shard in shards for i in range(len(shard.row_group_rows)))
+    plan = ingest._Stream(uri, groups, seed=0)
+    opened = []
+    monkeypatch.setattr(ingest, "read_shard", lambda *a, **k: opened.append(k["row_group"]) or read(*a, **k))
+    monkeypatch.setattr(ingest, "_cache", type(ingest._cache)())
+    task = dict(task=pa.table({"id": [0]}), stream=plan, cuts=np.array([0, 4 * plan.rows_per_epoch]))
+    ingest._read_task(**task, cache_bytes=10**9)
+    assert len(opened) == len(groups)
+    ingest._cache.clear()
+    opened.clear()
+    ingest._read_task(**task, cache_bytes=5_000)
+    assert len(opened) > 2 * len(groups) and sum(table.nbytes for table in ingest._cache.values()) <= 5_000
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_global_batch_does_not_depend_on_the_number_of_workers(uri: str, num_workers: int):
+    """Worker r of n gets rows [r G / n, (r + 1) G / n) of each global batch of G rows, at n speeds."""
+    global_batch, num_steps, start = 12, 20, 36
+    share = global_batch // num_workers
+    dataset = ingest.train_stream(
+        uri,
+        resolution=8,
+        bits=8,
+        seed=3,
+        start_row=start,
+        num_rows=global_batch * num_steps,
+        rows_per_block=share,
+    )
+    positions: list[list] = [[] for _ in range(num_workers)]
+
+    def work(rank: int, shard) -> None:
+        for batch in shard.iter_batches(batch_size=share, batch_format="pyarrow", prefetch_batches=rank):
+            positions[rank].append(ingest.collate(batch)["position"])
+
+    shards = dataset.streaming_split(num_workers, equal=True)
+    threads = [threading.Thread(target=work, args=(rank, shard)) for rank, shard in enumerate(shards)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    expected = np.arange(start, start + global_batch * num_steps).reshape(num_steps, num_workers, share)
+    for rank in range(num_workers):
+        assert np.array_equal(positions[rank], expected[:, rank])
+
+
+def test_bad_arguments_are_named(uri: str):
+    good = dict(resolution=8, bits=8, seed=0, start_row=0, num_rows=10)
+    for name, value in [("start_row", -1), ("num_rows", 0), ("bits", 5), ("resolution", 7), ("split", "valid")]:
+        with pytest.raises(ValueError, match=f"{name} is {value!r}"):
+            ingest.train_stream(uri, **{**good, name: value})

@@ -1,0 +1,187 @@
+"""What is written is what is read, and damage is seen.  pytest tests/data_prep/test_parquet.py"""
+
+from __future__ import annotations
+
+import pathlib
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_prep import files, images
+from data_prep.parquet import (
+    QUARANTINE,
+    QUARANTINE_SCHEMA,
+    Dataset,
+    Manifest,
+    ShardWriter,
+    keys_hash,
+    open_dataset,
+    pixel_column,
+    pixels,
+    schema,
+    shard_path,
+    verify,
+)
+
+NUM_ROWS, SIDES, BITS = 23, [8, 4], [3, 8]
+
+
+def rows(begin: int, end: int) -> tuple[pa.Table, dict[int, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    squares = {side: rng.integers(0, 256, (NUM_ROWS, side, side, 3)).astype(np.uint8)[begin:end] for side in SIDES}
+    n = end - begin
+    columns = [[f"k{i}" for i in range(begin, end)], [None] * n, [60] * n, [80] * n, [1] * n]
+    fields = list(schema(8))[:-1]
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, fields, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=pa.schema(fields)), squares
+
+
+def write(folder: pathlib.Path) -> Dataset:
+    """A small finished data set, without Ray: one shard in row groups of 10."""
+    filesystem, path = files.locate(str(folder))
+    writer = ShardWriter(
+        filesystem,
+        folder=path,
+        split="train",
+        index=0,
+        num_shards=1,
+        resolutions=SIDES,
+        bits=BITS,
+        row_group_rows=10,
+    )
+    with writer:
+        for begin, end in ((0, 4), (4, 21), (21, NUM_ROWS)):
+            writer.append(*rows(begin, end))
+    pq.write_table(QUARANTINE_SCHEMA.empty_table(), folder / QUARANTINE)
+    manifest = Manifest(
+        dataset="tiny",
+        plan_hash="p",
+        config={"resolutions": SIDES, "bits": BITS},
+        source={},
+        num_images={"train": NUM_ROWS},
+        num_photos={"train": NUM_ROWS},
+        split_hashes={"train": keys_hash(f"k{i}" for i in range(NUM_ROWS))},
+        quarantine={},
+        quarantine_sha256=files.digest(filesystem, f"{path}/{QUARANTINE}")[1],
+        conversions={},
+        shards=writer.shards(),
+        versions={},
+    )
+    (folder / "manifest.json").write_text(manifest.to_json())
+    return open_dataset(str(folder))
+
+
+def test_round_trip_at_every_resolution_and_depth(tmp_path: pathlib.Path):
+    dataset = write(tmp_path)
+    names, squares = rows(0, NUM_ROWS)
+    assert dataset.num_images("train") == NUM_ROWS
+    for side in SIDES:
+        for bits in BITS:
+            table = dataset.read(resolution=side, bits=bits, split="train")
+            assert table.schema.equals(schema(side))
+            assert table.drop_columns("px").equals(names)
+            assert np.array_equal(pixels(table), images.low_depth(squares[side], bits))
+            (shard,) = dataset.shards(resolution=side, bits=bits, split="train")
+            assert shard.row_group_rows == [10, 10, 3]
+    only_keys = dataset.read(resolution=8, bits=8, split="train", columns=["key"])
+    assert only_keys.column_names == ["key"]
+    assert verify(str(tmp_path)) == []
+
+
+def test_file_has_zstd_checksums_and_no_images_in_its_footer(tmp_path: pathlib.Path):
+    write(tmp_path)
+    path = tmp_path / shard_path(resolution=8, bits=8, split="train", index=0, num_shards=1)
+    group = pq.read_metadata(path).row_group(0)
+    by_name = {group.column(i).path_in_schema: group.column(i) for i in range(group.num_columns)}
+    assert by_name["px"].compression == "ZSTD" and by_name["key"].is_stats_set and not by_name["px"].is_stats_set
+    assert by_name["px"].dictionary_page_offset is None
+    data = bytearray(path.read_bytes())
+    data[by_name["px"].data_page_offset + 200] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(OSError, match="CRC"):
+        open_dataset(str(tmp_path)).read(resolution=8, bits=8, split="train")
+
+
+def test_pixels_are_not_copied():
+    array = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 3)).astype(np.uint8)
+    table = pa.table({"px": pixel_column(array)})
+    assert np.shares_memory(pixels(table), array)
+    assert np.array_equal(pixels(table.slice(2, 2)), array[2:4]) and np.shares_memory(pixels(table.slice(2)), array)
+    assert pixels(table.slice(0, 0)).shape == (0, 4, 4, 3)
+
+
+def test_failed_shard_leaves_no_file(tmp_path: pathlib.Path):
+    filesystem, path = files.locate(str(tmp_path))
+    options = dict(folder=path, split="train", index=0, num_shards=1, resolutions=SIDES, bits=BITS, row_group_rows=2)
+    with pytest.raises(RuntimeError), ShardWriter(filesystem, **options) as writer:
+        writer.append(*rows(0, 9))
+        raise RuntimeError
+    assert [found for found in tmp_path.rglob("*") if found.is_file()] == []
+
+
+def test_unfinished_or_newer_data_set_is_refused(tmp_path: pathlib.Path):
+    write(tmp_path)
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"schema_version": 1', '"schema_version": 99'))
+    with pytest.raises(ValueError, match="99"):
+        open_dataset(str(tmp_path))
+    manifest.unlink()
+    with pytest.raises(ValueError, match="no manifest.json"):
+        open_dataset(str(tmp_path))
+
+
+def test_asking_for_what_is_not_there_names_what_is(tmp_path: pathlib.Path):
+    dataset = write(tmp_path)
+    with pytest.raises(ValueError, match=r"resolution is 16; .* has 8, 4"):
+        dataset.shards(resolution=16, bits=8, split="train")
+    with pytest.raises(ValueError, match=r"bits is 5; .* has 3, 8"):
+        dataset.shards(resolution=8, bits=5, split="train")
+    with pytest.raises(ValueError, match=r"split is 'test'; .* has train"):
+        dataset.read(resolution=8, bits=8, split="test")
+
+
+@pytest.mark.parametrize("damage", ["flip", "missing", "unlisted"])
+def test_verify_sees_damage(tmp_path: pathlib.Path, damage: str):
+    write(tmp_path)
+    path = tmp_path / shard_path(resolution=4, bits=3, split="train", index=0, num_shards=1)
+    if damage == "flip":
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        assert verify(str(tmp_path)) == [f"{path.relative_to(tmp_path)}: sha256 differs from the manifest"]
+    elif damage == "missing":
+        path.unlink()
+        assert verify(str(tmp_path)) == [f"{path.relative_to(tmp_path)}: missing"]
+    else:
+        (path.parent / "train-00001-of-00002.parquet").write_bytes(b"junk that the manifest does not list")
+        assert verify(str(tmp_path)) == []
+
+
+def test_verify_compares_depths_keys_and_counts(tmp_path: pathlib.Path):
+    """Files that are intact in themselves but do not belong together: checksums in the manifest are made to fit."""
+    dataset = write(tmp_path)
+    filesystem, folder = files.locate(str(tmp_path))
+
+    def forge(table: pa.Table) -> list[str]:
+        shards = []
+        for shard in dataset.manifest.shards:
+            if (shard.resolution, shard.bits) == (8, 3):
+                pq.write_table(table, tmp_path / shard.path)
+                size, sha256 = files.digest(filesystem, f"{folder}/{shard.path}")
+                shard = type(shard)(**{**vars(shard), "bytes": size, "sha256": sha256})
+            shards.append(shard)
+        forged = Manifest(**{**vars(dataset.manifest), "shards": shards})
+        (tmp_path / "manifest.json").write_text(forged.to_json())
+        return verify(str(tmp_path))
+
+    good = dataset.read(resolution=8, bits=3, split="train")
+    assert forge(good) == []
+    changed = pixels(good).copy()
+    changed[5, 2, 2, 1] ^= 1
+    (problem,) = forge(good.set_column(5, schema(8).field("px"), pixel_column(changed)))
+    assert "not the 8-bit ones >> 5" in problem
+    (problem,) = forge(good.set_column(0, schema(8).field("key"), good.column("key").take(list(range(NUM_ROWS))[::-1])))
+    assert "keys differ" in problem
+    assert any("22 rows, 23 in the manifest" in problem for problem in forge(good.slice(1)))

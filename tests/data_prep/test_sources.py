@@ -1,0 +1,79 @@
+"""A folder's images are found in a fixed order, the rest is counted.  pytest tests/data_prep/test_sources.py"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Callable
+
+import pytest
+
+from data_prep import sources
+from data_prep.config import DataConfig
+
+
+def config(root: object = None) -> DataConfig:
+    return DataConfig(
+        dataset="photos", image_size=8, resolutions=[8], bits=[8], root=None if root is None else str(root)
+    )
+
+
+def test_keys_are_sorted_relative_paths_and_side_files_are_counted(tmp_path: pathlib.Path, make_photos: Callable):
+    make_photos(tmp_path / "b", 2)
+    make_photos(tmp_path / "a" / "deep", 1)
+    for name in (".DS_Store", "Thumbs.db", "._photo.jpg", "LICENSE", "notes.txt", ".cache/photo.jpg"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    found = sources.find(config(tmp_path))
+    assert [photo.key for photo in found.photos] == ["a/deep/photo_00.jpg", "b/photo_00.jpg", "b/photo_01.png"]
+    assert found.skipped == {"hidden": 3, "not_an_image_name": 2, "system_file": 1}
+    assert found.read("b/photo_01.png") == (tmp_path / "b" / "photo_01.png").read_bytes()
+    assert sources.find(config(tmp_path.as_uri())).photos == found.photos
+
+
+def test_listing_hash_sees_each_change(tmp_path: pathlib.Path, make_photos: Callable):
+    make_photos(tmp_path, 2)
+    hashes = [sources.listing_hash(config(tmp_path))]
+    assert sources.listing_hash(config(tmp_path)) == hashes[0]
+    os.utime(tmp_path / "photo_00.jpg", (1, 1))
+    hashes.append(sources.listing_hash(config(tmp_path)))
+    (tmp_path / "photo_01.png").rename(tmp_path / "photo_02.png")
+    hashes.append(sources.listing_hash(config(tmp_path)))
+    with open(tmp_path / "photo_02.png", "ab") as file:
+        file.write(b"x")
+    os.utime(tmp_path / "photo_02.png", (1, 1))
+    hashes.append(sources.listing_hash(config(tmp_path)))
+    assert len(set(hashes)) == 4
+
+
+def test_built_in_photos_do_not_depend_on_file_times(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    before = sources.find(config())
+    assert len(before.photos) == 14
+    for photo in before.photos:
+        copy = tmp_path / photo.key
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(before.read(photo.key))
+        os.utime(copy, (1, 1))
+    monkeypatch.setattr(sources, "BUILT_IN_PHOTOS", tmp_path)
+    assert sources.listing_hash(config()) == before.listing_hash
+
+
+def test_every_built_in_photo_is_attributed():
+    text = (sources.BUILT_IN_PHOTOS / "ATTRIBUTION.md").read_text()
+    for photo in sources.find(config()).photos:
+        assert photo.key.split("/")[-1] in text
+
+
+def test_unusable_folders_are_said_in_one_line(tmp_path: pathlib.Path):
+    (tmp_path / "notes.txt").write_text("x")
+    cases = [
+        (tmp_path / "missing", "no such folder"),
+        (tmp_path / "notes.txt", "not a folder"),
+        (tmp_path, "no images"),
+        ("nonsense://bucket/images", "cannot be opened"),
+    ]
+    for root, message in cases:
+        with pytest.raises(ValueError, match=message) as error:
+            sources.find(config(root))
+        assert str(root) in str(error.value) and "\n" not in str(error.value)
