@@ -108,6 +108,7 @@ def head() -> Iterator[Head]:
         "PYTHONUNBUFFERED": "1",
         "RAY_TMPDIR": str(folder),  # else the file by which others find a running cluster would name this one
         "RAY_AUTH_MODE": "disabled",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's own ports listen on 127.0.0.1 only
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DATA_USE_DATASOURCE_V2": "0",
         "MLFLOW_DISABLE_TELEMETRY": "true",
