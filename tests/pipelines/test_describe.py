@@ -1,0 +1,113 @@
+"""describe: every preset builds without memory and lands on the paper's sizes; FLOPs and batches follow the config.
+
+python -m pytest tests/pipelines/test_describe.py
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+
+from pipelines import describe
+from pipelines.config import load, preset_names, stage_names
+
+TOLERANCE = 0.12
+
+
+@functools.cache
+def described(name: str, *overrides: str) -> dict[str, Any]:
+    return describe.describe(load(name, overrides))["stages"]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_builds_and_its_parts_add_up(name: str) -> None:
+    assert list(described(name)) == stage_names(load(name))
+    for stage, found in described(name).items():
+        parts = dict(found["parameters"])
+        assert parts.pop("total") == sum(parts.values())
+        has_embedder = stage not in ("baseline", "first_slice")
+        assert any(part.startswith("embedder") for part in parts) == has_embedder
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "stage", "millions"),
+    [
+        ("imagenet32", (), "baseline", 150),
+        ("imagenet64", (), "size_upscale", 150),
+        ("imagenet64", (), "depth_upscale", 150),
+        ("imagenet128", (), "size_upscale", 250),
+        ("imagenet128", (), "depth_upscale", 250),
+        ("imagenet256", (), "size_upscale", 250),
+        ("imagenet256", (), "depth_upscale", 250),
+        ("celebahq256", (), "size_upscale", 50),
+        ("celebahq256", (), "depth_upscale", 50),
+        ("imagenet128", (), "first_slice", 150),
+        ("imagenet64", ("stages=[size_upscale]", "bits=[8]"), "size_upscale", 150),
+        ("celebahq256", ("stages=[size_upscale]", "bits=[5]"), "size_upscale", 50),
+    ],
+)
+def test_parameters_are_the_papers(name: str, overrides: tuple[str, ...], stage: str, millions: int) -> None:
+    found = described(name, *overrides)[stage]
+    assert found["parameters"]["total"] == pytest.approx(millions * 1e6, rel=TOLERANCE)
+    assert found["paper_parameters"] == millions * 1e6
+
+
+def test_flops_of_a_decoder_are_the_sum_of_its_matrices() -> None:
+    """Dense: every weight that a position is multiplied with counts 2, attention 4 * keys * width a position."""
+    config = load("debug")
+    own, positions = config.model.decoder, 8 * 8
+    width, stream, conv = own.num_attn_heads * own.attn_head_dim, own.residual_channels, own.conv_channels
+    attention = 24 * width + own.num_attn_layers * (  # queries, keys, values, output; the same less keys and values
+        4 * width**2 + 2 * width**2 + 2 * width * (positions + own.num_memory_rows)
+    )
+
+    def layer(inputs: int) -> int:
+        """2x3 and 1x2 kernels, the vertical-to-horizontal link, the conditioning, the way back into the stream."""
+        return (2 * 3 + 1 * 2) * inputs * 2 * conv + (2 * conv) ** 2 + width * 2 * conv + conv * stream
+
+    later_layers = (own.num_layers - 1) * (stream * conv + layer(conv))
+    weights = attention + layer(24) + later_layers + stream * 3 * 2**3
+    found = describe.describe_stage(config, "first_slice")
+    assert found["flops_per_slice"] == 2 * positions * weights
+    assert found["training_flops_per_slice"] == 3 * found["flops_per_slice"]
+
+
+def test_memory_grows_with_the_micro_batch_and_does_not_count_attention_weights() -> None:
+    small, large = (
+        describe.describe_stage(load("debug", [f"train.micro_batch_size={size}"]), "size_upscale")["memory"]
+        for size in (1, 8)
+    )
+    assert small["activations_per_slice_gib"] == large["activations_per_slice_gib"] > 0
+    grown = large["worker_gib"] - small["worker_gib"]
+    assert grown == pytest.approx(7 * small["activations_per_slice_gib"])
+    few, many = (
+        describe.describe_stage(load("debug", [f"model.decoder.num_memory_rows={rows}"]), "first_slice")["memory"]
+        for rows in (16, 4096)
+    )
+    rows_gib = 4096 * 64 * 2 * 4 / 2**30  # 64 positions, 2 heads, float32
+    assert many["activations_per_slice_gib"] - few["activations_per_slice_gib"] < rows_gib
+
+
+def test_batches_follow_workers_and_accumulation() -> None:
+    overrides = ["train.batch_size=24", "train.micro_batch_size=4", "resources.num_workers=2"]
+    batch = describe.describe_stage(load("debug", overrides), "first_slice")["batch"]
+    assert batch == {"batch_size": 24, "num_workers": 2, "micro_batch_size": 4, "accumulation": 3}
+
+
+def test_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert describe.main(["--config", "debug", "--json", "bits=[1,3,8]"]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert list(stages) == ["first_slice", "size_upscale", "depth_upscale_3", "depth_upscale_8"]
+    assert all(found["parameters"]["total"] > 0 and found["flops_per_slice"] > 0 for found in stages.values())
+    assert describe.main(["--config", "imagenet128"]) == 0
+    text = capsys.readouterr().out
+    total = described("imagenet128")["size_upscale"]["parameters"]["total"]
+    assert f"size_upscale: {total:,} parameters (paper: ~250M)" in text
+
+
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert describe.main(["--config", "debug", "train.steps=3"]) == 2
+    assert capsys.readouterr().err.startswith("error: unknown key train.steps; nearest: train.num_steps")
