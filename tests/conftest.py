@@ -28,8 +28,8 @@ def make_config(stage: str, *, image_size: int, scaling_factor: int, **changes: 
     """A network of a few thousand parameters. changes: num_bits, num_given_bits, decoder={...}, embedder={...}."""
     decoder = dict(
         num_layers=2,
-        conv_channels=6,
-        residual_channels=9,
+        conv_channels=9,
+        residual_channels=48,
         num_attn_layers=1,
         num_attn_heads=2,
         attn_head_dim=4,
@@ -37,8 +37,8 @@ def make_config(stage: str, *, image_size: int, scaling_factor: int, **changes: 
     )
     embedder = dict(
         num_conv_layers=1,
-        conv_channels=6,
-        residual_channels=8,
+        conv_channels=9,
+        residual_channels=32,
         num_attn_layers=1,
         num_attn_heads=2,
         attn_head_dim=4,

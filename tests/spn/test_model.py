@@ -140,7 +140,7 @@ def test_shapes(num_bits, tiny_spn, random_values):
     image = random_values(0, num_bits, 4, 3, 6, 6)
     index = torch.tensor([3, 0, 2, 1])
     assert model(image, index).shape == (4, 3, 2**num_bits, 3, 3)
-    assert model.context(image, index, None).shape == (4, 3, 3, 6)
+    assert model.context(image, index, None).shape == (4, 3, 3, 9)
     assert torch.equal(model.target(image, index)[0], image[0, :, 1::2, 1::2])
 
 
@@ -431,8 +431,9 @@ def test_counts_by_part(tiny_spn):
     """A decoder alone has no embedder's rows; the head's is its weight and bias."""
     baseline = parameter_counts(tiny_spn("baseline", seed=0, image_size=2, scaling_factor=1, num_bits=3))
     assert not any(name.startswith("embedder") for name in baseline)
-    assert baseline["decoder_head"] == (9 + 1) * 3 * 2**3
+    assert baseline["decoder_head"] == (48 + 1) * 3 * 2**3
     assert baseline["intensity_and_position_embeddings"] == 3 * 8 * 8
     counts = parameter_counts(tiny_spn("size_upscale", seed=0, image_size=4, scaling_factor=2, num_bits=3))
     assert counts["intensity_and_position_embeddings"] == 2 * 3 * 8 * 8 + 4 * 8
-    assert counts["embedder_convolutions"] == (8 + 1) * 8 + (8 + 1) * 6 + (6 * 9 + 1) * 6 + (6 + 1) * 8 + (8 + 1) * 6
+    widen, out, block = (8 + 1) * 32, (32 + 1) * 9, (32 + 1) * 9 + (9 * 9 + 1) * 9 + (9 + 1) * 32
+    assert counts["embedder_convolutions"] == widen + out + block
