@@ -137,9 +137,11 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
             params, lr=config.learning_rate, momentum=config.momentum, decay=config.decay, epsilon=config.epsilon
         )
     # Norm gains, biases and embeddings are not decayed.
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    decayed = [p.ndim >= 2 and id(p) not in tables for p in params]
     groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p, yes in zip(params, decayed, strict=True) if yes], "weight_decay": config.weight_decay},
+        {"params": [p for p, yes in zip(params, decayed, strict=True) if not yes], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, config.decay), eps=config.epsilon)
 
