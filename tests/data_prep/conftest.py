@@ -19,7 +19,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_DATA_USE_DATASOURCE_V2", "0")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")  # gone before other rooms start their own
 def local_ray() -> Iterator[None]:
     import ray
 
