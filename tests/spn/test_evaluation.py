@@ -1,0 +1,158 @@
+"""Evaluation: uniform networks score what arithmetic says, parts add up to the total, batches do not matter.
+
+python -m pytest tests/spn/test_evaluation.py
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spn.evaluation import bits_per_dim, chain_nats, image_nats, scored_slices
+from spn.model import SPN
+
+
+def make_chain(tiny_spn, bits: tuple[int, ...], *, first: str | None, image_size: int = 4, scaling_factor: int = 2):
+    """{stage: network} in the order of generation. first: "first_slice", "baseline" instead of any slices, or None."""
+    common = dict(image_size=image_size, scaling_factor=scaling_factor)
+    models = {}
+    if first == "baseline":
+        models["baseline"] = tiny_spn("baseline", seed=1, image_size=image_size, scaling_factor=1, num_bits=bits[0])
+    else:
+        if first:
+            models[first] = tiny_spn(first, seed=1, num_bits=bits[0], **common)
+        models["size_upscale"] = tiny_spn("size_upscale", seed=2, num_bits=bits[0], **common)
+    for given, total in zip(bits, bits[1:], strict=False):
+        name = "depth_upscale" if len(bits) == 2 else f"depth_upscale_{total}"
+        models[name] = tiny_spn(name, seed=2 + total, num_bits=total - given, num_given_bits=given, **common)
+    return models
+
+
+def make_uniform(model: SPN) -> None:
+    nn.init.zeros_(model.decoder.head.weight)
+    nn.init.zeros_(model.decoder.head.bias)
+
+
+def chain_bits(models: dict[str, SPN], image: Tensor) -> dict[str, float]:
+    size = image.shape[-1]
+    return {
+        stage: bits_per_dim(float(nats.sum()), num_images=len(image), image_size=size)
+        for stage, nats in chain_nats(models, image).items()
+    }
+
+
+# ---- uniform logits ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("scaling_factor", "image_size"), [(2, 4), (2, 6), (4, 8)])
+@pytest.mark.parametrize("d1", [1, 3, 5])
+def test_uniform_chain_scores_eight_bits(d1, scaling_factor, image_size, tiny_spn, random_values):
+    """first_slice d1 / S^2, size_upscale d1 (1 - 1 / S^2), depth_upscale 8 - d1: 8 in all, to 1e-12."""
+    models = make_chain(tiny_spn, (d1, 8), first="first_slice", image_size=image_size, scaling_factor=scaling_factor)
+    for model in models.values():
+        make_uniform(model)
+    parts = chain_bits(models, random_values(0, 8, 3, 3, image_size, image_size))
+    share = 1 / scaling_factor**2
+    expected = {"first_slice": d1 * share, "size_upscale": d1 * (1 - share), "depth_upscale": 8 - d1}
+    assert parts == pytest.approx(expected, abs=1e-12)
+    assert sum(parts.values()) == pytest.approx(8, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("bits", "first", "expected"),
+    [
+        ((3,), None, {"size_upscale": 3}),
+        ((8,), None, {"size_upscale": 8}),
+        ((5,), "first_slice", {"first_slice": 5 / 4, "size_upscale": 15 / 4}),
+        ((3, 8), None, {"size_upscale": 3, "depth_upscale": 5}),
+        (
+            (1, 3, 8),
+            "first_slice",
+            {"first_slice": 1 / 4, "size_upscale": 3 / 4, "depth_upscale_3": 2, "depth_upscale_8": 5},
+        ),
+        ((8,), "baseline", {"baseline": 8}),
+        ((3, 8), "baseline", {"baseline": 3, "depth_upscale": 5}),
+    ],
+    ids=str,
+)
+def test_uniform_parts_of_other_chains(bits, first, expected, tiny_spn, random_values):
+    """All slices count where no first_slice network answers for (0, 0); each depth stage scores its own bits."""
+    models = make_chain(tiny_spn, bits, first=first)
+    for model in models.values():
+        make_uniform(model)
+    parts = chain_bits(models, random_values(1, 8, 2, 3, 4, 4))
+    assert list(parts) == list(models)
+    assert parts == pytest.approx(expected, abs=1e-12)
+
+
+# ---- sums ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["first_slice", None])
+def test_parts_are_those_of_their_own_slices_and_bits(first, tiny_spn, random_values):
+    """Each part by hand: the log-softmax of the network's forward at the values it answers for, and at no others."""
+    models = make_chain(tiny_spn, (3, 8), first=first)
+    image = random_values(2, 8, 3, 3, 4, 4)
+    parts = chain_nats(models, image)
+    for stage, model in models.items():
+        values = image & 31 if stage == "depth_upscale" else image >> 5
+        given = image >> 5 if stage == "depth_upscale" else None
+        numbers = {"first_slice": [0], "size_upscale": [1, 2, 3] if first else [0, 1, 2, 3]}.get(stage, [0, 1, 2, 3])
+        expected = torch.zeros(3, dtype=torch.float64)
+        for number in numbers:
+            with torch.no_grad():
+                log_p = torch.log_softmax(model(values, torch.full((3,), number), given), dim=2)
+            own = values[:, :, number // 2 :: 2, number % 2 :: 2]
+            expected -= log_p.gather(2, own[:, :, None]).sum((1, 2, 3, 4))
+        torch.testing.assert_close(parts[stage], expected, rtol=1e-12, atol=1e-12)
+        assert parts[stage].dtype == torch.float64
+
+
+def test_batch_size_does_not_matter_and_a_short_last_batch_counts(tiny_spn, random_values):
+    """Seven images at once, one by one, and as 3 + 3 + 1: the same nats for each image, the same bits/dim."""
+    models = make_chain(tiny_spn, (3, 8), first="first_slice")
+    image = random_values(3, 8, 7, 3, 4, 4)
+    whole = chain_nats(models, image)
+    for size in (1, 3):
+        pieces = [chain_nats(models, part) for part in image.split(size)]
+        for stage, nats in whole.items():
+            together = torch.cat([piece[stage] for piece in pieces])
+            torch.testing.assert_close(together, nats, rtol=1e-12, atol=1e-12)
+    # Dropping the short batch, or taking the mean of batch means, would give another figure.
+    total = sum(whole.values())
+    means = torch.stack([part.mean() for part in total.split(3)]).mean()
+    assert abs(means - total.mean()) > 1e-3 and abs(total[:6].mean() - total.mean()) > 1e-3
+
+
+def test_slices_that_a_stage_answers_for(tiny_spn):
+    common = dict(image_size=4, scaling_factor=2)
+    models = {name: tiny_spn(name, seed=0, **common) for name in ("first_slice", "size_upscale", "depth_upscale")}
+    assert list(scored_slices(models["first_slice"], first_given=False)) == [0]
+    assert list(scored_slices(models["size_upscale"], first_given=False)) == [0, 1, 2, 3]
+    assert list(scored_slices(models["size_upscale"], first_given=True)) == [1, 2, 3]
+    assert list(scored_slices(models["depth_upscale"], first_given=False)) == [0, 1, 2, 3]
+
+
+def test_slices_add_up(tiny_spn, random_values):
+    """Scored together or one at a time, an image's slices give the same sum."""
+    model = tiny_spn("size_upscale", seed=4, image_size=4, scaling_factor=2, num_bits=3)
+    image = random_values(4, 3, 2, 3, 4, 4)
+    alone = sum(image_nats(model, image, None, slices=[number]) for number in range(4))
+    torch.testing.assert_close(image_nats(model, image, None, slices=range(4)), alone)
+    assert image_nats(model, image, None, slices=range(4)).requires_grad is False
+
+
+def test_bits_per_dim_divides_once_by_the_full_image():
+    nats = 5 * (7 * 7 * 3) * 2.5 * math.log(2)
+    assert bits_per_dim(nats, num_images=5, image_size=7) == pytest.approx(2.5, rel=1e-15)
+
+
+def test_evaluation_in_float32_is_near_float64(tiny_spn, random_values):
+    models = make_chain(tiny_spn, (3, 8), first="first_slice")
+    image = random_values(5, 8, 4, 3, 4, 4)
+    wide = chain_bits(models, image)
+    narrow = chain_bits({stage: model.float() for stage, model in models.items()}, image)
+    assert narrow == pytest.approx(wide, abs=1e-5)

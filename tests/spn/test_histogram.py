@@ -1,0 +1,123 @@
+"""The histogram that every network must beat is a proper distribution whose parts add up, and raw entropy is that of
+the pixels.
+
+python -m pytest tests/spn/test_histogram.py
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from spn.histogram import Histogram, raw_entropy_bits
+
+
+def skewed_pixels(seed: int, num_images: int) -> np.ndarray:
+    """uint8 [N, 6, 5, 3]: each channel its own skewed distribution."""
+    generator = np.random.default_rng(seed)
+    draws = generator.gamma(shape=(2.0, 4.0, 8.0), scale=(8.0, 9.0, 10.0), size=(num_images, 6, 5, 3))
+    return np.clip(draws, 0, 255).astype(np.uint8)
+
+
+def histogram(pixels: np.ndarray) -> Histogram:
+    made = Histogram()
+    made.add(pixels)
+    return made
+
+
+def test_histogram_is_a_distribution():
+    """For each channel the probabilities of all values sum to 1, at 8 bits, at each depth, and for the low bits given
+    each prefix; also of values never seen."""
+    made = histogram(skewed_pixels(0, 5))
+    base = np.zeros((1, 1, 1, 3), dtype=np.uint8)
+
+    def probability(channel: int, value: int, given_bits: int, num_bits: int) -> float:
+        # The other channels stay at 0; dividing by their part leaves one channel's probability.
+        one, none = base.copy(), base.copy()
+        one[..., channel] = value
+        alone = made.nats(none, given_bits=given_bits, num_bits=num_bits)
+        rest = alone - part_of(channel, 0, given_bits, num_bits)
+        return math.exp(-(made.nats(one, given_bits=given_bits, num_bits=num_bits) - rest))
+
+    def part_of(channel: int, value: int, given_bits: int, num_bits: int) -> float:
+        p = made.counts[channel] / made.counts[channel].sum()
+        width = 2 ** (8 - given_bits - num_bits)
+        span = 2 ** (8 - given_bits)
+        start, prefix = value // width * width, value // span * span
+        return -math.log(p[start : start + width].sum() / p[prefix : prefix + span].sum())
+
+    for channel in range(3):
+        assert sum(probability(channel, v, 0, 8) for v in range(256)) == pytest.approx(1, rel=1e-9)
+        assert sum(probability(channel, v << 5, 0, 3) for v in range(8)) == pytest.approx(1, rel=1e-9)
+        for prefix in (0, 3, 7):
+            total = sum(probability(channel, (prefix << 5) + v, 3, 5) for v in range(32))
+            assert total == pytest.approx(1, rel=1e-9)
+        assert probability(channel, 255, 0, 8) > 0
+
+
+def test_histogram_by_hand():
+    """Two pixels seen, each count starting at 1: probabilities 2/258 where seen, 1/258 elsewhere."""
+    seen = np.array([[[[10, 20, 30]], [[11, 20, 255]]]], dtype=np.uint8)
+    made = histogram(seen)
+    assert made.counts.sum() == 3 * 258
+    pixel = np.array([[[[10, 20, 0]]]], dtype=np.uint8)
+    expected = -math.log(2 / 258) - math.log(3 / 258) - math.log(1 / 258)
+    assert made.nats(pixel, given_bits=0, num_bits=8) == pytest.approx(expected, rel=1e-12)
+    # 3 high bits: red 10, 11 and 30 others below 32; green 20, 20 and 30 others; blue 30 and 31 others.
+    expected = -math.log(34 / 258) - math.log(34 / 258) - math.log(33 / 258)
+    assert made.nats(pixel, given_bits=0, num_bits=3) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("cuts", [(3, 8), (1, 3, 8), (1, 2, 3, 4, 5, 6, 7, 8), (5, 8), (7, 8)])
+def test_histogram_parts_add_up(cuts):
+    """Any cascade of depths sums to the 8-bit figure, on pixels it has not seen too."""
+    made, held_out = histogram(skewed_pixels(1, 5)), skewed_pixels(2, 4)
+    whole = made.nats(held_out, given_bits=0, num_bits=8)
+    parts = [
+        made.nats(held_out, given_bits=given, num_bits=total - given)
+        for given, total in zip((0, *cuts), cuts, strict=False)
+    ]
+    assert sum(parts) == pytest.approx(whole, rel=1e-12)
+    assert min(parts) > 0
+
+
+def test_histogram_beats_uniform_on_skewed_pixels_and_not_on_even_ones():
+    held_out = skewed_pixels(4, 50)
+    made = histogram(skewed_pixels(3, 50))
+
+    def bits(pixels: np.ndarray, given_bits: int, num_bits: int) -> float:
+        return made.nats(pixels, given_bits=given_bits, num_bits=num_bits) / pixels.size / math.log(2)
+
+    assert bits(held_out, 0, 8) < 7
+    assert bits(held_out, 0, 3) < 2
+    # It can be no better than the entropy of the pixels it is asked about.
+    assert bits(held_out, 0, 8) > raw_entropy_bits(held_out)
+    even = np.broadcast_to(np.arange(256, dtype=np.uint8)[None, :, None, None], (1, 256, 1, 3))
+    assert bits(even, 0, 8) > 8
+    assert histogram(even).nats(even, given_bits=0, num_bits=8) / even.size / math.log(2) == pytest.approx(8)
+
+
+def test_histogram_counts_add_over_batches():
+    pixels = skewed_pixels(5, 6)
+    pieces = Histogram()
+    for part in (pixels[:1], pixels[1:4], pixels[4:]):
+        pieces.add(part)
+    assert np.array_equal(pieces.counts, histogram(pixels).counts)
+
+
+def test_raw_entropy_by_hand():
+    """Channels of 0, 1 and 8 bits; then random pixels against numpy's own counts."""
+    pixels = np.zeros((1, 16, 16, 3), dtype=np.uint8)
+    pixels[0, :8, :, 1] = 200
+    pixels[0, :, :, 2] = np.arange(256).reshape(16, 16)
+    assert raw_entropy_bits(pixels) == pytest.approx((0 + 1 + 8) / 3, rel=1e-12)
+    assert raw_entropy_bits(pixels[..., [0, 0, 0]]) == 0
+    drawn = skewed_pixels(6, 7)
+    expected = 0.0
+    for channel in range(3):
+        _, counts = np.unique(drawn[..., channel], return_counts=True)
+        p = counts / counts.sum()
+        expected += -(p * np.log2(p)).sum() / 3
+    assert raw_entropy_bits(drawn) == pytest.approx(expected, rel=1e-12)
