@@ -216,6 +216,12 @@ def test_draws_depend_on_seed_stage_and_index_only():
         assert not (base[1] == uniforms(seed, stage=stage, images=[image], image_size=4)[0]).any()
 
 
+def test_no_two_of_many_images_share_their_draws():
+    """These two indices have seeds that agree in their last 32 bits, all that torch's CPU generator would look at."""
+    draws = uniforms(0, stage="first_slice", images=[95_669, 101_824], image_size=4)
+    assert not (draws[0] == draws[1]).any()
+
+
 def test_draws_are_uniform():
     """Over many images each place is spread evenly: mean, variance, and independence of neighbouring indices."""
     draws = uniforms(0, stage="baseline", images=range(4000), image_size=2)
