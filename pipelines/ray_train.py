@@ -105,9 +105,11 @@ def fit_stage(context: NodeContext, *, dataset: str) -> Fitted:
         ),
         torch_config=TorchConfig(backend="nccl" if resources.use_gpu else "gloo"),
         datasets={"train": train_data, "valid": valid_data},
-        # Locality would let the cluster's state decide which worker gets which block.
+        # Locality would let the cluster's state decide which worker gets which block. A worker alone needs no split.
         dataset_config=ray.train.DataConfig(
-            datasets_to_split=["train"], execution_options=in_order, enable_shard_locality=False
+            datasets_to_split=["train"] if resources.num_workers > 1 else [],
+            execution_options=in_order,
+            enable_shard_locality=False,
         ),
         run_config=ray.train.RunConfig(
             name=name,

@@ -1,0 +1,168 @@
+"""The whole pipeline as a user starts it: config `debug` on the built-in photos, then started again in several ways.
+
+    python -m pytest tests/pipelines/test_end_to_end.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parents[2]
+NODES = [
+    "prepare_data",
+    "train_first_slice",
+    "train_size_upscale",
+    "train_depth_upscale",
+    "evaluate",
+    "sample",
+    "report",
+]
+pytestmark = pytest.mark.slow
+
+
+def start(storage: Path, *arguments: str, script: str = "full_multidim.py") -> subprocess.CompletedProcess[str]:
+    """One start of an entry point with config debug, from a folder that is not the project's."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "MLFLOW_", "SPN_"))}
+    command = [sys.executable, str(ROOT / "pipelines" / script), "--config", "debug", f"storage={storage}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=storage, env=environment, timeout=600)
+
+
+def attempts(storage: Path) -> Counter[str]:
+    """Finished attempts by node."""
+    found = (storage / "debug" / "nodes").glob("*/*/*/_SUCCESS.json")
+    return Counter(path.parts[-4] for path in found)
+
+
+def planned(output: str) -> dict[str, str]:
+    """{node: run | skip | ...} as the plan was printed last."""
+    return dict(re.findall(r"^(\w+) +(run|skip|keep|-) +\S", output, flags=re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture(scope="module")
+def first(storage: Path) -> subprocess.CompletedProcess[str]:
+    return start(storage)
+
+
+def test_first_start_runs_every_node(first: subprocess.CompletedProcess[str], storage: Path) -> None:
+    assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
+    assert planned(first.stdout) == dict.fromkeys(NODES, "run")
+    assert attempts(storage) == dict.fromkeys(NODES, 1)
+    for node in NODES:
+        assert f"[{node}]" in first.stdout, "every node shows its progress"
+
+
+def test_it_ends_with_bits_per_dim_and_where_to_look(first: subprocess.CompletedProcess[str], storage: Path) -> None:
+    rows = {name: re.search(rf"{name}\D+([\d.]+)\D+([\d.]+)\D+([\d.]+)", first.stdout) for name in ("total",)}
+    assert rows["total"], first.stdout[-2000:]
+    results = json.loads(next((storage / "debug/nodes/evaluate").glob("*/*/results.json")).read_text())
+    assert float(rows["total"][1]) == pytest.approx(results["total"]["bits_per_dim"], abs=6e-4)
+    for path in ("samples/chain.png", "report.html"):
+        assert str(storage / "debug" / path) in first.stdout
+        assert (storage / "debug" / path).is_file()
+    assert f"mlflow ui --backend-store-uri sqlite:///{storage}/debug/mlflow.db --host 127.0.0.1" in first.stdout
+
+
+def test_parts_add_up(first: subprocess.CompletedProcess[str], storage: Path) -> None:
+    folder = next((storage / "debug/nodes/evaluate").glob("*/*/results.json")).parent
+    results = json.loads((folder / "results.json").read_text())
+    stages = results["stages"]
+    for column in ("bits_per_dim", "histogram", "uniform"):
+        assert sum(part[column] for part in stages.values()) == pytest.approx(results["total"][column], abs=1e-9)
+    assert [part["uniform"] for part in stages.values()] == [3 / 4, 9 / 4, 5]
+    table = pq.read_table(folder / "per_image.parquet").to_pydict()
+    assert len(table["key"]) == results["num_images"] == len(set(table["key"]))
+    mean = sum(table["total"]) / len(table["total"])
+    assert mean == pytest.approx(results["total"]["bits_per_dim"], abs=1e-9)
+
+
+def test_samples_are_whole_images(first: subprocess.CompletedProcess[str], storage: Path) -> None:
+    images = sorted((storage / "debug/samples/images").glob("*.png"))
+    assert len(images) == 4
+    assert {Image.open(path).size for path in images} == {(16, 16)}
+    assert {path.name for path in (storage / "debug/samples").glob("*.png")} == {
+        "chain.png",
+        "first_slice.png",
+        "size_upscale.png",
+        "depth_upscale.png",
+    }
+
+
+def test_report_is_one_file(first: subprocess.CompletedProcess[str], storage: Path) -> None:
+    page = (storage / "debug/report.html").read_text()
+    assert not re.findall(r"(?:src|href)=[\"']?(?!data:)", page), "everything is inside the file"
+    for needed in ("Bits/dim", "Samples", "Learning curves", "--rerun train_depth_upscale", "scaling_factor: 2"):
+        assert needed in page
+
+
+def test_mlflow_has_comparable_stages(first: subprocess.CompletedProcess[str], storage: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{storage}/debug/mlflow.db")
+    experiment = client.get_experiment_by_name("debug")
+    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    assert set(NODES) <= set(runs)
+    for node in NODES:
+        run = runs[node]
+        assert run.info.status == "FINISHED"
+        assert {"node", "fingerprint", "code_hash", "git_commit"} <= set(run.data.tags)
+    for node in NODES[1:4]:
+        metrics = runs[node].data.metrics
+        wanted = {"train/bits_per_dim", "valid/bits_per_dim", "test/bits_per_dim", "train/lr", "train/grad_norm"}
+        assert wanted | {"train/slices_per_sec", "images_seen"} <= set(metrics), node
+        assert runs[node].data.tags["stage"] == node.removeprefix("train_")
+        assert runs[node].data.params["train.num_steps"] == "12"
+        curve = client.get_metric_history(runs[node].info.run_id, "valid/bits_per_dim")
+        assert {point.step for point in curve} == {6, 12}
+    total = runs["evaluate"].data.metrics["test/bits_per_dim/total"]
+    parts = [runs["evaluate"].data.metrics[f"test/bits_per_dim/{n.removeprefix('train_')}"] for n in NODES[1:4]]
+    assert sum(parts) == pytest.approx(total)
+
+
+def test_second_start_skips_everything_and_says_why(first: subprocess.CompletedProcess[str], storage: Path) -> None:
+    again = start(storage)
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert planned(again.stdout) == dict.fromkeys(NODES, "skip")
+    assert again.stdout.count("up to date: attempt") >= len(NODES)
+    assert attempts(storage) == dict.fromkeys(NODES, 1)
+    assert "total" in again.stdout
+
+
+def test_dry_run_runs_nothing(first: subprocess.CompletedProcess[str], storage: Path) -> None:
+    dry = start(storage, "--dry-run", "per_stage.depth_upscale.train.num_steps=18")
+    assert dry.returncode == 0
+    expected = dict.fromkeys(NODES, "skip") | dict.fromkeys(["train_depth_upscale", *NODES[4:]], "run")
+    assert planned(dry.stdout) == expected
+    assert "train.num_steps 12 -> 18" in dry.stdout
+    assert attempts(storage) == dict.fromkeys(NODES, 1)
+
+
+def test_rerun_of_a_node_reruns_what_depends_on_it(first: subprocess.CompletedProcess[str], storage: Path) -> None:
+    before = attempts(storage)
+    again = start(storage, "--rerun", "train_depth_upscale")
+    assert again.returncode == 0, again.stderr[-2000:]
+    more = {node: count - before[node] for node, count in attempts(storage).items()}
+    assert more == dict.fromkeys(NODES[:3], 0) | dict.fromkeys(["train_depth_upscale", *NODES[4:]], 1)
+
+
+def test_one_node_by_its_own_entry_point(first: subprocess.CompletedProcess[str], storage: Path) -> None:
+    before = attempts(storage)
+    again = start(storage, "sample.num_images=5", "sample.temperature.first_slice=0.9", script="sample.py")
+    assert again.returncode == 0, again.stderr[-2000:]
+    more = {node: count - before[node] for node, count in attempts(storage).items()}
+    assert more == dict.fromkeys(NODES, 0) | {"sample": 1}
+    assert len(list((storage / "debug/samples/images").glob("*.png"))) == 5
