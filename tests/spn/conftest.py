@@ -1,11 +1,14 @@
 """Deliberate mistakes, one for each mask of the networks: what the proofs of causality and likelihood must notice.
 
 Each breaks a finished network in place. The names are the mistakes; a test says which of them its case can show.
+Below them, what the tests of training and checkpoints share: networks as initialised, and batches that follow from a
+seed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from spn.layers import channel_groups, rgb_mask
 from spn.model import SPN
+from spn.training import Batch, TrainConfig, TrainState
 
 
 def mask_b_on_first_layer(model: SPN) -> None:
@@ -112,3 +116,88 @@ def break_mask() -> Callable[[str, SPN], SPN]:
         return model
 
     return apply
+
+
+@pytest.fixture(scope="session")
+def network(tiny_config) -> Callable[..., SPN]:
+    """network(stage, S, seed=..., dropout=...) -> a network as initialised, float32, at 4 x 4, 2 bits."""
+
+    def build(stage: str, scaling_factor: int, *, seed: int = 0, dropout: float = 0.0) -> SPN:
+        config = tiny_config(
+            stage,
+            image_size=4,
+            scaling_factor=scaling_factor,
+            num_bits=2,
+            decoder=dict(dropout=dropout),
+            embedder=dict(dropout=dropout),
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return SPN(config)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def settings() -> Callable[..., TrainConfig]:
+    """settings(**changes) -> a run of a few steps that learns something in them."""
+
+    def build(**changes: Any) -> TrainConfig:
+        base = dict(num_steps=6, batch_size=4, learning_rate=1e-2, polyak_decay=0.9, log_every_steps=2)
+        return TrainConfig(**({**base, "eval_every_steps": 3, "checkpoint_every_steps": 3} | changes))
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def make_batch() -> Callable[[SPN, int, int], Batch]:
+    """make_batch(model, seed, size) -> a micro-batch that follows from the seed alone."""
+
+    def build(model: SPN, seed: int, size: int) -> Batch:
+        generator = torch.Generator().manual_seed(seed)
+        config = model.config
+        shape = (size, 3, config.image_size, config.image_size)
+        image = torch.randint(config.num_values, shape, generator=generator)
+        given = torch.randint(2**config.num_given_bits, shape, generator=generator) if config.num_given_bits else None
+        last = 1 if config.stage == "first_slice" else config.num_slices
+        index = torch.randint(last, (size,), generator=generator)
+        return Batch(image, index, given, [f"photo-{seed}-{n}" for n in range(size)])
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def batches_from(make_batch: Callable[[SPN, int, int], Batch]) -> Callable[[SPN, int], Iterator[list[Batch]]]:
+    """batches_from(model, step) -> the micro-batches of each step, two of two images, from `step` on."""
+
+    def build(model: SPN, step: int) -> Iterator[list[Batch]]:
+        while True:
+            yield [make_batch(model, 2 * step, 2), make_batch(model, 2 * step + 1, 2)]
+            step += 1
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def snapshot() -> Callable[[TrainState], dict[str, Tensor]]:
+    """snapshot(state) -> every tensor of a run, copied: weights, average, optimiser."""
+
+    def take(state: TrainState) -> dict[str, Tensor]:
+        tensors = {f"weight/{name}": p for name, p in state.model.state_dict().items()}
+        tensors |= {f"ema/{name}": p for name, p in state.polyak.shadow.items()}
+        for number, entry in state.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer/{number}/{name}": value for name, value in entry.items()}
+        return {name: t.detach().clone() for name, t in tensors.items()}
+
+    return take
+
+
+@pytest.fixture(scope="session")
+def assert_bitwise() -> Callable[[dict[str, Tensor], dict[str, Tensor]], None]:
+    """assert_bitwise(a, b): the same names with the same tensors, bit for bit."""
+
+    def check(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+        assert a.keys() == b.keys()
+        assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+    return check

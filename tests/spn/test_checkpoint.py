@@ -1,0 +1,166 @@
+"""Checkpoints: four files, no pickled code, everything back bit for bit.
+
+python -m pytest tests/spn/test_checkpoint.py
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from spn.checkpoint import load_config, load_model, load_trainer, load_weights, save_checkpoint
+from spn.model import SPN
+from spn.training import TrainState, train_step
+
+STAGES = [("baseline", 1), ("first_slice", 2), ("size_upscale", 2), ("depth_upscale", 2)]
+
+
+@pytest.fixture
+def trained(network, settings, batches_from) -> Callable[..., TrainState]:
+    """trained(stage, S, optimizer=...) -> the state after three steps: weights and their average differ."""
+
+    def build(stage: str, scaling_factor: int, *, optimizer: str = "rmsprop") -> TrainState:
+        model, config = network(stage, scaling_factor, dropout=0.1).train(), settings(optimizer=optimizer)
+        state, batches = TrainState.create(model, config), batches_from(model, 0)
+        for _ in range(3):
+            train_step(state, next(batches), config=config, forward=model)
+        return state
+
+    return build
+
+
+def save(folder: Path, state: TrainState) -> Path:
+    save_checkpoint(folder, model=state.model, ema=state.polyak.shadow, trainer=state.trainer_dict())
+    return folder
+
+
+def parameters(model: SPN) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("optimizer", ["rmsprop", "adamw"])
+@pytest.mark.parametrize(("stage", "scaling_factor"), STAGES)
+def test_round_trip_bit_for_bit(
+    stage, scaling_factor, optimizer, trained, network, settings, snapshot, assert_bitwise, tmp_path
+):
+    """Config, weights, average, optimiser, step and random state come back into a network that began elsewhere."""
+    state = trained(stage, scaling_factor, optimizer=optimizer)
+    torch.manual_seed(5)
+    torch.rand(7)
+    random_state = torch.get_rng_state()
+    save(tmp_path, state)
+    torch.rand(3)
+    assert load_config(tmp_path) == state.model.config
+    assert_bitwise(load_weights(tmp_path, averaged=False), state.model.state_dict())
+    assert_bitwise(load_weights(tmp_path, averaged=True), state.polyak.shadow)
+    other = TrainState.create(network(stage, scaling_factor, seed=8), settings(optimizer=optimizer))
+    other.load(
+        weights=load_weights(tmp_path, averaged=False),
+        ema=load_weights(tmp_path, averaged=True),
+        trainer=load_trainer(tmp_path),
+    )
+    assert other.step == 3
+    assert_bitwise(snapshot(other), snapshot(state))
+    assert other.optimizer.state_dict()["param_groups"] == state.optimizer.state_dict()["param_groups"]
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_the_average_holds_every_weight_of_the_network(trained, tmp_path):
+    """Both weight files have the same names and shapes, so either loads strictly."""
+    save(tmp_path, trained("depth_upscale", 2))
+    raw, averaged = (load_weights(tmp_path, averaged=a) for a in (False, True))
+    assert {k: v.shape for k, v in raw.items()} == {k: v.shape for k, v in averaged.items()}
+    assert all(not torch.equal(raw[k], averaged[k]) for k in ("decoder.head.weight", "embedder.out.weight"))
+
+
+def test_four_files_of_documented_names(trained, tmp_path):
+    state = trained("size_upscale", 2)
+    save(tmp_path, state)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "config.json",
+        "ema.safetensors",
+        "model.safetensors",
+        "trainer.pt",
+    ]
+    # The weights can be read without this project.
+    assert load_file(tmp_path / "ema.safetensors").keys() == state.polyak.shadow.keys()
+    assert json.loads((tmp_path / "config.json").read_text()) == {"model": asdict(state.model.config)}
+
+
+@pytest.mark.parametrize("optimizer", ["rmsprop", "adamw"])
+def test_trainer_holds_tensors_and_plain_containers_only(optimizer, trained, tmp_path):
+    """It loads with weights_only=True, and nothing but basic types is in it."""
+    save(tmp_path, trained("first_slice", 2, optimizer=optimizer))
+    loaded = torch.load(tmp_path / "trainer.pt", weights_only=True)
+
+    def check(value: object) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                assert type(key) in (str, int)
+                check(inner)
+        elif isinstance(value, list | tuple):
+            for inner in value:
+                check(inner)
+        else:
+            assert value is None or type(value) in (Tensor, int, float, bool, str), type(value)
+
+    check(loaded)
+    assert loaded["step"] == 3 and len(loaded["optimizer"]["state"]) > 0
+
+
+class Intruder:
+    """What a hostile file would hold: code that runs when it is unpickled."""
+
+    ran = False
+
+    def __reduce__(self) -> tuple:
+        return setattr, (Intruder, "ran", True)
+
+
+def test_pickled_code_in_trainer_is_refused(trained, tmp_path):
+    save(tmp_path, trained("baseline", 1))
+    torch.save({"step": 1, "optimizer": Intruder()}, tmp_path / "trainer.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        load_trainer(tmp_path)
+    assert not Intruder.ran
+
+
+@pytest.mark.parametrize(("stage", "scaling_factor"), STAGES)
+def test_load_model_is_ready_for_evaluation(stage, scaling_factor, trained, make_batch, assert_bitwise, tmp_path):
+    """The average by default, raw weights on request, evaluation mode; same logits as the network that was saved."""
+    state = trained(stage, scaling_factor)
+    save(tmp_path, state)
+    model = load_model(tmp_path)
+    assert model.config == state.model.config
+    assert not any(m.training for m in model.modules())
+    assert_bitwise(parameters(model), state.polyak.shadow)
+    assert_bitwise(parameters(load_model(tmp_path, averaged=False)), parameters(state.model))
+    batch = make_batch(state.model, 0, 3)
+    with torch.no_grad(), state.polyak.applied(state.model):
+        expected = state.model.eval()(batch.image, batch.index, batch.given)
+        assert torch.equal(model(batch.image, batch.index, batch.given), expected)
+
+
+def test_load_model_leaves_the_random_state_alone(trained, tmp_path):
+    save(tmp_path, trained("size_upscale", 2))
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    load_model(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_loading_needs_every_weight(trained, tmp_path):
+    """A file that lacks a weight is an error, not a network with some initial values left in it."""
+    state = trained("baseline", 1)
+    ema = {name: s for name, s in state.polyak.shadow.items() if name != "decoder.head.bias"}
+    save_checkpoint(tmp_path, model=state.model, ema=ema, trainer=state.trainer_dict())
+    with pytest.raises(RuntimeError, match="decoder.head.bias"):
+        load_model(tmp_path)

@@ -1,0 +1,290 @@
+"""The update of the weights against recurrences written by hand: TensorFlow's RMSProp, rates, Polyak averaging.
+
+python -m pytest tests/spn/test_training_updates.py
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spn.training import (
+    Polyak,
+    TFRMSProp,
+    TrainConfig,
+    TrainState,
+    learning_rate,
+    make_optimizer,
+    train_step,
+)
+
+STAGES = [("baseline", 1), ("first_slice", 2), ("size_upscale", 2), ("depth_upscale", 2)]
+
+
+# ---- TensorFlow's RMSProp -------------------------------------------------------------------------------------------
+
+
+def recurrence(w: Tensor, grads: list[Tensor], rates: list[float], *, momentum: float, decay: float, epsilon: float):
+    """The update written out number by number in Python floats: [steps, n] weights after each step."""
+    weights, mean_square, moment, out = w.tolist(), [1.0] * len(w), [0.0] * len(w), []
+    for grad, rate in zip(grads, rates, strict=True):
+        for k, g in enumerate(grad.tolist()):
+            mean_square[k] = decay * mean_square[k] + (1 - decay) * g * g
+            moment[k] = momentum * moment[k] + rate * g / math.sqrt(mean_square[k] + epsilon)
+            weights[k] -= moment[k]
+        out.append(list(weights))
+    return torch.tensor(out, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("momentum", "decay", "epsilon"), [(0.9, 0.95, 1e-8), (0.0, 0.9, 1e-10), (0.5, 0.3, 1e-2)])
+def test_rmsprop_is_the_recurrence(seed, momentum, decay, epsilon):
+    """Gradients of all sizes over 150 steps, the rate dropping twice on the way; two tensors, float64 to 1e-12."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.logspace(-7, 2, 10, dtype=torch.float64)
+    grads = [torch.randn(10, generator=generator, dtype=torch.float64) * size for _ in range(150)]
+    rates = [1e-2] * 60 + [3e-3] * 50 + [1e-4] * 40
+    start = torch.randn(10, generator=generator, dtype=torch.float64)
+    expected = recurrence(start, grads, rates, momentum=momentum, decay=decay, epsilon=epsilon)
+    a, b = nn.Parameter(start[:4].clone().view(2, 2)), nn.Parameter(start[4:].clone())
+    optimizer = TFRMSProp([a, b], lr=1.0, momentum=momentum, decay=decay, epsilon=epsilon)
+    for grad, rate, wanted in zip(grads, rates, expected, strict=True):
+        a.grad, b.grad = grad[:4].clone().view(2, 2), grad[4:].clone()
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        torch.testing.assert_close(torch.cat([a.flatten(), b]).detach(), wanted, rtol=1e-12, atol=1e-12)
+
+
+MOVEMENTS = [  # gradient, |movement| after 1, 100 and 500 steps of the paper's settings at rate 1e-4
+    (1e-5, 1.0e-9, 3.8e-6, 1.6e-2),
+    (1e-4, 1.0e-8, 3.8e-5, 1.2e-1),
+    (1e-2, 1.0e-6, 3.8e-3, 3.4e-1),
+    (1.0, 1.0e-4, 9.1e-2, 4.9e-1),
+]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("gradient", "after_1", "after_100", "after_500"), MOVEMENTS)
+def test_rmsprop_movement_under_a_constant_gradient(gradient, after_1, after_100, after_500, sign):
+    """The mean square starts at 1, a built-in warm-up: first steps are tiny, in proportion to the gradient."""
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = TFRMSProp([weight], lr=1e-4, momentum=0.9, decay=0.95, epsilon=1e-8)
+    moved = []
+    for _ in range(500):
+        weight.grad = torch.full_like(weight, sign * gradient)
+        optimizer.step()
+        moved.append(-sign * weight.item())
+    exact_first = 1e-4 * gradient / math.sqrt(0.95 + 0.05 * gradient**2 + 1e-8)
+    assert moved[0] == pytest.approx(exact_first, rel=1e-12)
+    assert moved[0] == pytest.approx(after_1, rel=0.03)
+    # The table has two digits; half a unit of the second is at most 5%.
+    assert moved[99] == pytest.approx(after_100, rel=0.05)
+    assert moved[499] == pytest.approx(after_500, rel=0.05)
+
+
+def test_torch_rmsprop_is_another_update():
+    """Same settings: torch's first step is 4.5 times the rate whatever the gradient. So the class above is needed."""
+    for gradient in (1e-4, 1.0):
+        weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        weight.grad = torch.full_like(weight, gradient)
+        torch.optim.RMSprop([weight], lr=1e-4, alpha=0.95, eps=1e-8, momentum=0.9).step()
+        assert weight.item() == pytest.approx(-4.5e-4, rel=0.01)
+
+
+def test_rate_is_inside_the_momentum():
+    """After a drop of the rate the old, larger steps still drain: at rate 0 each move is 0.9 times the last one."""
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = TFRMSProp([weight], lr=1e-2, momentum=0.9, decay=0.95, epsilon=1e-8)
+    places = [0.0]
+    for step in range(12):
+        optimizer.param_groups[0]["lr"] = 1e-2 if step < 6 else 0.0
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        places.append(weight.item())
+    moves = [b - a for a, b in zip(places, places[1:], strict=False)]
+    for before, after in zip(moves[5:], moves[6:], strict=False):
+        assert after == pytest.approx(0.9 * before, rel=1e-9)
+    assert abs(moves[-1]) > 1e-3
+
+
+def test_no_gradient_is_not_a_zero_gradient():
+    """Without a gradient a weight keeps value and state; with a zero one its momentum goes on and its ms decays."""
+    fixed, coasting = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
+    optimizer = TFRMSProp([fixed, coasting], lr=0.1, momentum=0.9, decay=0.95, epsilon=1e-8)
+    optimizer.step()
+    assert torch.equal(fixed, torch.ones_like(fixed)) and not optimizer.state_dict()["state"]
+    for p in (fixed, coasting):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    kept = fixed.detach().clone(), {k: v.clone() for k, v in optimizer.state[fixed].items()}
+    fixed.grad, coasting.grad = None, torch.zeros_like(coasting)
+    before, moment = coasting.detach().clone(), optimizer.state[coasting]["moment"].clone()
+    optimizer.step()
+    assert torch.equal(fixed, kept[0])
+    assert all(torch.equal(optimizer.state[fixed][k], v) for k, v in kept[1].items())
+    torch.testing.assert_close(coasting.detach(), before - 0.9 * moment)
+    torch.testing.assert_close(optimizer.state[coasting]["mean_square"], torch.full_like(before, 0.95))
+
+
+@pytest.mark.parametrize(("stage", "scaling_factor"), STAGES)
+def test_train_step_is_rmsprop_on_the_mean_nll(stage, scaling_factor, tiny_spn, settings, make_batch):
+    """Three steps of a whole network: weights and average follow the recurrences, gradients taken here by hand."""
+    model = tiny_spn(stage, seed=1, image_size=4, scaling_factor=scaling_factor, num_bits=2).train()
+    config = settings(lr_boundaries=[1, 2], lr_values=[5e-3, 1e-3], polyak_warmup=True)
+    state, mirror = TrainState.create(model, config), copy.deepcopy(model)
+    start = torch.cat([p.detach().flatten() for p in model.parameters()])
+    grads, shadow = [], start.clone()
+    for step, batch in enumerate(make_batch(model, s, 4) for s in range(3)):
+        mirror.load_state_dict(model.state_dict())
+        mirror.zero_grad()
+        logits = mirror(batch.image, batch.index, batch.given)  # [B, 3, V, h, w]
+        target = mirror.target(batch.image, batch.index)
+        chosen = torch.log_softmax(logits, 2).gather(2, target[:, :, None])
+        (-chosen.mean()).backward()
+        grads.append(torch.cat([p.grad.flatten() for p in mirror.parameters()]))
+        nats, norm = train_step(state, [batch], config=config, forward=model)
+        assert nats.item() == pytest.approx(-chosen.sum().item(), rel=1e-12)
+        assert norm.item() == pytest.approx(grads[-1].norm().item(), rel=1e-10)
+        assert state.step == step + 1
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        expected = recurrence(start, grads, [1e-2, 5e-3, 1e-3][: step + 1], momentum=0.9, decay=0.95, epsilon=1e-8)
+        torch.testing.assert_close(weights, expected[-1], rtol=1e-9, atol=1e-9)
+        decay = min(0.9, (2 + step) / (11 + step))
+        shadow = decay * shadow + (1 - decay) * weights
+        torch.testing.assert_close(torch.cat([s.flatten() for s in state.polyak.shadow.values()]), shadow)
+    assert sum(g.abs().max() > 1e-6 for g in grads) == 3
+
+
+# ---- optimiser and rate ---------------------------------------------------------------------------------------------
+
+
+def test_make_optimizer_covers_every_weight_once(network, settings):
+    model = network("depth_upscale", 2)
+    for name, kind in (("rmsprop", TFRMSProp), ("adamw", torch.optim.AdamW)):
+        optimizer = make_optimizer(model, settings(optimizer=name, weight_decay=0.1))
+        assert type(optimizer) is kind
+        held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        assert sorted(held) == sorted(id(p) for p in model.parameters())
+
+
+def test_weight_decay_spares_norms_biases_and_embeddings(network, settings):
+    """With all gradients zero AdamW moves exactly what is decayed: matrices, not gains, biases or embedding tables."""
+    model = network("depth_upscale", 2)
+    optimizer = make_optimizer(model, settings(optimizer="adamw", weight_decay=0.5, learning_rate=0.1))
+    tables = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    assert len(tables) == 4
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        decayed = p.ndim >= 2 and name not in tables
+        torch.testing.assert_close(p.detach(), before[name] * (0.95 if decayed else 1.0), msg=name)
+
+
+def test_piecewise_rate_at_its_boundaries():
+    """The paper's: 1e-4, 3e-5 from step 50k, 1e-5 from 100k; steps count from 0."""
+    config = TrainConfig(lr_boundaries=[50_000, 100_000], lr_values=[3e-5, 1e-5])
+    expected = {0: 1e-4, 49_999: 1e-4, 50_000: 3e-5, 99_999: 3e-5, 100_000: 1e-5, 199_999: 1e-5}
+    assert {step: learning_rate(config, step) for step in expected} == expected
+    assert learning_rate(TrainConfig(learning_rate=5e-5), 10**6) == 5e-5
+
+
+def test_cosine_rate_at_its_ends():
+    config = TrainConfig(schedule="cosine", num_steps=100, learning_rate=2.0)
+    assert learning_rate(config, 0) == 2.0
+    assert learning_rate(config, 50) == pytest.approx(1.0)
+    assert learning_rate(config, 25) == pytest.approx(1 + math.cos(math.pi / 4))
+    assert learning_rate(config, 100) == pytest.approx(0.0, abs=1e-15)
+    assert learning_rate(config, 150) == pytest.approx(0.0, abs=1e-15)
+    assert 0 < learning_rate(config, 99) < 1e-3
+
+
+@pytest.mark.parametrize("schedule", ["piecewise", "cosine"])
+def test_warmup_rises_in_equal_steps_to_the_full_rate(schedule):
+    config = TrainConfig(schedule=schedule, num_steps=110, warmup_steps=10, learning_rate=1.0)
+    rates = [learning_rate(config, step) for step in range(110)]
+    assert rates[:10] == pytest.approx([(n + 1) / 10 for n in range(10)])
+    assert rates[10] == 1.0
+    assert max(rates) == 1.0
+    if schedule == "cosine":
+        assert rates[60] == pytest.approx(0.5)  # half way between the end of the warm-up and the end
+
+
+def test_train_step_uses_the_rate_of_its_step(network, settings, make_batch):
+    """The optimiser is given learning_rate(step before the update), in every parameter group."""
+    for name in ("rmsprop", "adamw"):
+        model = network("baseline", 1)
+        config = settings(optimizer=name, lr_boundaries=[1, 3], lr_values=[1e-3, 1e-4], warmup_steps=2)
+        state, seen = TrainState.create(model, config), []
+        state.optimizer.register_step_pre_hook(lambda opt, *_: seen.append([g["lr"] for g in opt.param_groups]))  # noqa: B023
+        for batch in (make_batch(model, s, 2) for s in range(5)):
+            train_step(state, [batch], config=config, forward=model)
+        assert [rates[0] for rates in seen] == [5e-3, 1e-3, 1e-3, 1e-4, 1e-4]
+        assert all(len(set(rates)) == 1 for rates in seen)
+
+
+# ---- Polyak averaging -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_polyak_is_the_recurrence(warmup):
+    """From the initial weights, not from zero; with warm-up the decay is min(decay, (1 + n) / (10 + n))."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    polyak = Polyak(model, decay=0.8, warmup=warmup)
+    expected = [p.detach().clone() for p in model.parameters()]
+    assert all(torch.equal(s, e) for s, e in zip(polyak.shadow.values(), expected, strict=True))
+    for n in range(1, 60):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p))
+        polyak.update(model, num_updates=n)
+        decay = min(0.8, (1 + n) / (10 + n)) if warmup else 0.8
+        assert (decay < 0.8) == (warmup and n < 35)
+        expected = [s - (1 - decay) * (s - p.detach()) for s, p in zip(expected, model.parameters(), strict=True)]
+        for shadow, wanted in zip(polyak.shadow.values(), expected, strict=True):
+            torch.testing.assert_close(shadow, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_paper_decay_keeps_most_weight_on_the_initial_values():
+    """0.9999 without warm-up: 98% of the average is still the initial value after 164 steps, in float32."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    polyak = Polyak(model, decay=0.9999, warmup=False)
+    nn.init.zeros_(model.weight)
+    for n in range(164):
+        polyak.update(model, num_updates=n + 1)
+    assert polyak.shadow["weight"].item() == pytest.approx(0.9999**164, rel=1e-5)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_averaged_weights_are_applied_and_taken_back_bit_for_bit(fails, network, assert_bitwise):
+    model = network("size_upscale", 2)
+    polyak = Polyak(model, decay=0.5, warmup=False)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p))
+    polyak.update(model, num_updates=1)
+    own = {name: p.detach().clone() for name, p in model.named_parameters()}
+    shadow = {name: s.clone() for name, s in polyak.shadow.items()}
+    places = [p.data_ptr() for p in model.parameters()]
+
+    def block() -> None:
+        with polyak.applied(model):
+            assert_bitwise({name: p.detach() for name, p in model.named_parameters()}, shadow)
+            if fails:
+                raise KeyError("inside")
+
+    if fails:
+        with pytest.raises(KeyError, match="inside"):
+            block()
+    else:
+        block()
+    assert_bitwise({name: p.detach() for name, p in model.named_parameters()}, own)
+    assert_bitwise(polyak.shadow, shadow)
+    assert places == [p.data_ptr() for p in model.parameters()]  # the optimiser's parameters are still these
