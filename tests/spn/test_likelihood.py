@@ -1,0 +1,261 @@
+"""Exact likelihoods: the probabilities of *all* images sum to 1 within 1e-9, in float64.
+
+Every stage, every slice given the others, depth by depth and the whole chain. A network that peeks hands out more or
+less than 1 in all: each deliberate mistake that a case can show is shown to break its sum.
+
+    python -m pytest tests/spn/test_likelihood.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from spn.bitdepth import join_depth
+from spn.layers import timing_signal
+from spn.model import SPN, nll_nats
+
+SUM_TO_ONE = 1e-9
+BROKEN = 1e-4  # a sum further from 1 than this is noticed beyond doubt
+
+PIXEL_MISTAKES = [  # inside a pixel: these show in a slice of one pixel too
+    "mask_b_on_first_layer",
+    "gate_halves_not_grouped",
+    "down_not_masked",
+    "up_not_masked",
+    "head_not_masked",
+    "attention_not_shifted",
+]
+SLICE_MISTAKES = ["left_reads_current_pixel", "vertical_reads_own_row", "attention_not_causal"]
+EMBEDDER_MISTAKES = ["embedder_reads_later_slice", "embedder_reads_target"]
+
+
+def all_values(num_bits: int, num_dims: int) -> Tensor:
+    """[V ** num_dims, num_dims]: every combination of values."""
+    number = torch.arange(2 ** (num_bits * num_dims))[:, None]
+    return number >> (num_bits * torch.arange(num_dims)) & (2**num_bits - 1)
+
+
+def all_images(num_bits: int, height: int, width: int) -> Tensor:
+    return all_values(num_bits, 3 * height * width).view(-1, 3, height, width)
+
+
+@torch.no_grad()
+def log_probability(model: SPN, image: Tensor, slices: range, given: Tensor | None = None) -> Tensor:
+    """[B] log-probability in nats of these slices of each image, each given the slices before it."""
+    total = torch.zeros(len(image), dtype=torch.float64)
+    for s in slices:
+        index = torch.full((len(image),), s)
+        total -= nll_nats(model(image, index, given), model.target(image, index))
+    return total
+
+
+def total_probability(model: SPN, image: Tensor, slices: range, given: Tensor | None = None) -> float:
+    return log_probability(model, image, slices, given).exp().sum().item()
+
+
+# ---- all images of a stage ----------------------------------------------------------------------------------------
+
+
+def baseline(tiny_spn, seed: int) -> SPN:
+    return tiny_spn("baseline", seed=seed, image_size=2, scaling_factor=1, num_bits=1)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_all_images_of_the_baseline_sum_to_one(seed, tiny_spn):
+    """4,096 images of 2x2x3 at 1 bit; and not all alike, which a dead network would also sum to 1."""
+    log_p = log_probability(baseline(tiny_spn, seed), all_images(1, 2, 2), range(1))
+    assert len(log_p) == 4096
+    assert abs(log_p.exp().sum().item() - 1) < SUM_TO_ONE
+    assert log_p.std() > 0.5
+
+
+@pytest.mark.parametrize("mistake", PIXEL_MISTAKES + SLICE_MISTAKES)
+def test_a_broken_baseline_does_not_sum_to_one(mistake, tiny_spn, break_mask):
+    for seed in (0, 1):
+        model = break_mask(mistake, baseline(tiny_spn, seed))
+        assert abs(total_probability(model, all_images(1, 2, 2), range(1)) - 1) > BROKEN
+
+
+def subscale(tiny_spn, seed: int) -> SPN:
+    return tiny_spn("size_upscale", seed=seed, image_size=2, scaling_factor=2, num_bits=1)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_all_images_of_a_subscale_network_sum_to_one(seed, tiny_spn):
+    """4,096 images of 2x2x3 at 1 bit, S = 2: four slices of one pixel, each given the ones before."""
+    log_p = log_probability(subscale(tiny_spn, seed), all_images(1, 2, 2), range(4))
+    assert len(log_p) == 4096
+    assert abs(log_p.exp().sum().item() - 1) < SUM_TO_ONE
+    assert log_p.std() > 0.5
+
+
+@pytest.mark.parametrize("mistake", PIXEL_MISTAKES + EMBEDDER_MISTAKES)
+def test_a_broken_subscale_network_does_not_sum_to_one(mistake, tiny_spn, break_mask):
+    for seed in (0, 1):
+        model = break_mask(mistake, subscale(tiny_spn, seed))
+        assert abs(total_probability(model, all_images(1, 2, 2), range(4)) - 1) > BROKEN
+
+
+# ---- each slice given the others ----------------------------------------------------------------------------------
+
+
+def images_of_one_slice(target: int, others: Tensor) -> Tensor:
+    """[4096, 3, 4, 4]: one 4x4 image at 1 bit with every possible slice `target` (S = 2)."""
+    image = others.repeat(4096, 1, 1, 1)
+    i, j = divmod(target, 2)
+    image[:, :, i::2, j::2] = all_images(1, 2, 2)
+    return image
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("stage", "target"),  # a decoder alone does not know which slice it is given: one is enough
+    [("first_slice", 0), *((stage, s) for stage in ("size_upscale", "depth_upscale") for s in range(4))],
+)
+def test_all_slices_sum_to_one_given_the_others(stage, target, seed, tiny_spn, random_values):
+    """4x4 images, S = 2: the 4,096 contents of one slice, whatever the other slices and the given high bits are."""
+    model = tiny_spn(stage, seed=seed, image_size=4, scaling_factor=2, num_bits=1)
+    image = images_of_one_slice(target, random_values(seed, 1, 3, 4, 4))
+    given = random_values(seed + 7, 1, 3, 4, 4).expand(4096, -1, -1, -1) if stage == "depth_upscale" else None
+    log_p = log_probability(model, image, range(target, target + 1), given)
+    assert abs(log_p.exp().sum().item() - 1) < SUM_TO_ONE
+    assert log_p.std() > 0.5
+
+
+@pytest.mark.parametrize("mistake", PIXEL_MISTAKES + SLICE_MISTAKES + ["embedder_reads_target"])
+def test_a_broken_slice_does_not_sum_to_one(mistake, tiny_spn, break_mask, random_values):
+    target = 2  # the slice that `embedder_reads_target` spoils
+    model = break_mask(mistake, tiny_spn("size_upscale", seed=0, image_size=4, scaling_factor=2, num_bits=1))
+    image = images_of_one_slice(target, random_values(0, 1, 3, 4, 4))
+    assert abs(total_probability(model, image, range(target, target + 1)) - 1) > BROKEN
+
+
+# ---- depth by depth -----------------------------------------------------------------------------------------------
+
+
+def depth_chain(tiny_spn, seed: int, image_size: int) -> list[SPN]:
+    """1 -> 2 -> 3 bits with S = 1: each network adds a bit to what the ones before made."""
+    sizes = dict(image_size=image_size, scaling_factor=1, num_bits=1)
+    return [
+        tiny_spn("baseline", seed=3 * seed, **sizes),
+        tiny_spn("depth_upscale_2", seed=3 * seed + 1, num_given_bits=1, **sizes),
+        tiny_spn("depth_upscale_3", seed=3 * seed + 2, num_given_bits=2, **sizes),
+    ]
+
+
+def depth_chain_sums(models: list[SPN], height: int, width: int) -> tuple[float, float]:
+    """(sum of all images' probabilities, largest deviation from 1 of the sums of one image's further bits)."""
+    bit = all_images(1, height, width)
+    image, log_p, worst = bit[:1].clone(), torch.zeros(1, dtype=torch.float64), 0.0
+    for model in models:
+        # Every image so far with every choice of its next bit.
+        low, given = bit.repeat(len(image), 1, 1, 1), image.repeat_interleave(len(bit), 0)
+        chunks = zip(low.split(65_536), given.split(65_536), strict=True)
+        step = torch.cat([rectangular(model, *chunk) for chunk in chunks])
+        worst = max(worst, (step.view(-1, len(bit)).exp().sum(1) - 1).abs().max().item())
+        log_p = log_p.repeat_interleave(len(bit)) + step
+        image = join_depth(given, low, num_bits=1)
+    assert len(image.flatten(1).unique(dim=0)) == len(image) == 2 ** (len(models) * 3 * height * width)
+    return log_p.exp().sum().item(), worst
+
+
+@torch.no_grad()
+def rectangular(model: SPN, low: Tensor, given: Tensor) -> Tensor:
+    """[B] log-probability of one slice of any shape. SPN itself takes square images only; embedder and decoder do not
+    mind, once their timing signals have the slice's number of positions."""
+    context = None
+    length = low.shape[2] * low.shape[3]
+    for part in (model.embedder, model.decoder):
+        if part is not None:
+            part.attention.timing = timing_signal(length, part.attention.timing.shape[1]).double()
+    if model.embedder is not None:
+        context = model.embedder(low[:, None], torch.zeros(len(low), dtype=torch.long), given[:, None])
+    return -nll_nats(model.decoder(low, context), low)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_chain_of_depths_sums_to_one(seed, tiny_spn):
+    """All 512 images of 1x1x3 at 3 bits: 1 -> 2 -> 3, each bit given all bits above it."""
+    total, worst = depth_chain_sums(depth_chain(tiny_spn, seed, 1), 1, 1)
+    assert abs(total - 1) < SUM_TO_ONE and worst < SUM_TO_ONE
+
+
+@pytest.mark.parametrize("mistake", PIXEL_MISTAKES)
+@pytest.mark.parametrize("stage", range(3))
+def test_a_broken_chain_of_depths_does_not_sum_to_one(stage, mistake, tiny_spn, break_mask):
+    """A mistake in any one of the three networks."""
+    models = depth_chain(tiny_spn, 0, 1)
+    break_mask(mistake, models[stage])
+    _, worst = depth_chain_sums(models, 1, 1)
+    assert worst > BROKEN
+
+
+@pytest.mark.slow
+def test_a_chain_of_depths_sums_to_one_on_two_pixels(tiny_spn):
+    """All 262,144 images of 1x2x3 at 3 bits."""
+    total, worst = depth_chain_sums(depth_chain(tiny_spn, 0, 2), 1, 2)
+    assert abs(total - 1) < SUM_TO_ONE and worst < SUM_TO_ONE
+
+
+def test_a_broken_chain_of_depths_does_not_sum_to_one_on_two_pixels(tiny_spn, break_mask):
+    """Between the two pixels, with two of the three networks (4,096 images)."""
+    for mistake in ("attention_not_causal", "left_reads_current_pixel"):
+        models = depth_chain(tiny_spn, 0, 2)[:2]
+        _, worst = depth_chain_sums(models, 1, 2)
+        assert worst < SUM_TO_ONE
+        break_mask(mistake, models[1])
+        _, worst = depth_chain_sums(models, 1, 2)
+        assert worst > BROKEN
+
+
+# ---- the whole chain ----------------------------------------------------------------------------------------------
+
+
+def full_chain(tiny_spn, seed: int) -> tuple[SPN, SPN, SPN]:
+    """First slice, size upscaling at 1 bit, depth upscaling to 2 bits; 2x2 images, S = 2."""
+    sizes = dict(image_size=2, scaling_factor=2, num_bits=1)
+    stages = ("first_slice", "size_upscale", "depth_upscale")
+    first, size, depth = (tiny_spn(stage, seed=10 * seed + n, **sizes) for n, stage in enumerate(stages))
+    return first, size, depth
+
+
+def low_images_sum(first: SPN, size: SPN) -> float:
+    """All 4,096 low-depth images: slice (0, 0) by the first-slice network, the three others by size upscaling."""
+    image = all_images(1, 2, 2)
+    return (log_probability(first, image, range(1)) + log_probability(size, image, range(1, 4))).exp().sum().item()
+
+
+def depth_completion_sums(depth: SPN, given: Tensor) -> Tensor:
+    """[n] sum over the 4,096 completions of each low-depth image given [n, 3, 2, 2]."""
+    low = all_images(1, 2, 2)
+    return torch.tensor([total_probability(depth, low, range(4), g.expand_as(low)) for g in given])
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_low_depth_part_of_the_chain_sums_to_one(seed, tiny_spn):
+    first, size, _ = full_chain(tiny_spn, seed)
+    assert abs(low_images_sum(first, size) - 1) < SUM_TO_ONE
+
+
+@pytest.mark.parametrize(("seed", "chosen"), [(0, range(0, 8)), (1, range(8, 16))])
+def test_the_depth_part_of_the_chain_sums_to_one(seed, chosen, tiny_spn):
+    """All 4,096 completions of 16 low-depth images (8 with each seed), spread over the 4,096 there are: with the part
+    above, the probabilities of all 16,777,216 images of the chain sum to 1."""
+    _, _, depth = full_chain(tiny_spn, seed)
+    given = all_images(1, 2, 2)[[4095 * n // 15 for n in chosen]]
+    sums = depth_completion_sums(depth, given)
+    assert (sums - 1).abs().max() < SUM_TO_ONE
+
+
+@pytest.mark.parametrize("mistake", PIXEL_MISTAKES + EMBEDDER_MISTAKES)
+def test_a_broken_chain_does_not_sum_to_one(mistake, tiny_spn, break_mask):
+    """The mistake in each of the chain's networks in turn."""
+    first, size, depth = full_chain(tiny_spn, 0)
+    if mistake != "embedder_reads_later_slice":  # it spoils the first slice, which size upscaling does not score here
+        assert abs(low_images_sum(first, break_mask(mistake, size)) - 1) > BROKEN
+    assert abs(depth_completion_sums(break_mask(mistake, depth), all_images(1, 2, 2)[2730:2731]).item() - 1) > BROKEN
+    if mistake in PIXEL_MISTAKES:
+        first, size, _ = full_chain(tiny_spn, 0)
+        assert abs(low_images_sum(break_mask(mistake, first), size) - 1) > BROKEN
