@@ -1,6 +1,6 @@
 """The DAG: which nodes a configuration has, what each reads of it and what it needs. The wiring, and nothing else.
 
-    prepare_data -> train_<stage> (one each) -> evaluate, sample -> report
+prepare_data -> train_<stage> (one each) -> evaluate, sample -> report
 """
 
 from __future__ import annotations
@@ -121,7 +121,5 @@ def _semantic_yaml(config: ExperimentConfig) -> str:
     """The configuration as the report shows it: places and resources left out, they do not change the results."""
     data = dataclasses.replace(config.data, root=None)
     return to_yaml(
-        dataclasses.replace(
-            config, storage=None, resources=ResourcesConfig(), tracking=TrackingConfig(), data=data
-        )
+        dataclasses.replace(config, storage=None, resources=ResourcesConfig(), tracking=TrackingConfig(), data=data)
     )

@@ -188,9 +188,7 @@ def train_worker(settings: dict[str, Any]) -> None:
         # A barrier of all workers; rank 0's files are the checkpoint, and are on storage when it returns.
         with tempfile.TemporaryDirectory() as folder:
             if rank == 0:
-                save_checkpoint(
-                    Path(folder), model=state.model, ema=state.polyak.shadow, trainer=state.trainer_dict()
-                )
+                save_checkpoint(Path(folder), model=state.model, ema=state.polyak.shadow, trainer=state.trainer_dict())
                 (Path(folder) / HISTORY).write_text(json.dumps(history))
             ray.train.report(
                 metrics,

@@ -43,9 +43,7 @@ def chain_nats(models: Mapping[str, SPN], image: Tensor) -> dict[str, Tensor]:
     parts = {}
     for stage, model in models.items():
         config = model.config
-        values, given = stage_values(
-            image, stored_bits=8, given_bits=config.num_given_bits, num_bits=config.num_bits
-        )
+        values, given = stage_values(image, stored_bits=8, given_bits=config.num_given_bits, num_bits=config.num_bits)
         first_given = config.stage == "size_upscale" and "first_slice" in models
         parts[stage] = image_nats(model, values, given, slices=scored_slices(model, first_given=first_given))
     return parts

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 def channel_groups(num_channels: int) -> Tensor:
     """[num_channels] colour group (0 R, 1 G, 2 B) of each channel: three contiguous groups as even as possible."""
     sizes = [(num_channels + 2 - g) // 3 for g in range(3)]
-    return torch.repeat_interleave(torch.arange(3), torch.tensor(sizes), output_size=num_channels)
+    cpu = torch.device("cpu")  # real numbers even while a network is built on the meta device
+    return torch.repeat_interleave(torch.arange(3, device=cpu), torch.tensor(sizes, device=cpu))
 
 
 def rgb_mask(out_groups: Tensor, in_groups: Tensor, *, strict: bool) -> Tensor:
@@ -36,6 +37,7 @@ class MaskedLinear(nn.Linear):
     def __init__(self, out_groups: Tensor, in_groups: Tensor, *, strict: bool = False, bias: bool = True) -> None:
         super().__init__(len(in_groups), len(out_groups), bias=bias)
         mask = rgb_mask(out_groups, in_groups, strict=strict)
+        self.num_masked = int((~mask).sum())
         self.register_buffer("mask", mask.to(self.weight.device), persistent=False)
 
     def masked_weight(self) -> Tensor:

@@ -260,7 +260,7 @@ def decode_slice(
 
 
 def incremental_logits(model: SPN, target: Tensor, context: Tensor | None) -> Tensor:
-    """Logits [B, 3, V, h, w] of a given slice, computed the incremental way; equal to model.decoder(target, context)."""
+    """Logits [B, 3, V, h, w] of a given slice, the incremental way; equal to model.decoder(target, context)."""
     logits = target.new_zeros((*target.shape[:2], model.config.num_values, *target.shape[2:]), dtype=torch.float64)
 
     def record(step: Tensor, row: int, column: int, channel: int) -> Tensor:

@@ -64,7 +64,9 @@ class TrainConfig:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1, or null")
         if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
-            raise ValueError(f"micro_batch_size is {self.micro_batch_size}; it must divide batch_size {self.batch_size}")
+            raise ValueError(
+                f"micro_batch_size is {self.micro_batch_size}; batch_size {self.batch_size} needs a divisor"
+            )
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate is {self.learning_rate}; it must be above 0")
         if len(self.lr_boundaries) != len(self.lr_values):

@@ -23,7 +23,8 @@ PAGE = "report.html"
 STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;color:#1c2733;max-width:1080px;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.7rem;margin-bottom:.2rem}h2{font-size:1.2rem;margin-top:2.4rem;border-bottom:1px solid #d9e0e7}
-table{border-collapse:collapse;margin:.8rem 0}th,td{padding:.3rem .9rem;text-align:right;border-bottom:1px solid #e6ebf0}
+table{border-collapse:collapse;margin:.8rem 0}th,td{padding:.3rem .9rem}
+th,td{text-align:right;border-bottom:1px solid #e6ebf0}
 th:first-child,td:first-child{text-align:left}tr.total td{font-weight:600;border-top:2px solid #1c2733}
 .muted{color:#607080}.best{font-weight:600;color:#0b6b3a}
 .grids{display:flex;flex-wrap:wrap;gap:1.2rem}figure{margin:0}figcaption{color:#607080;font-size:.9rem}
@@ -75,7 +76,8 @@ def _read(context: NodeContext, node: str, name: str) -> bytes:
 def _page(*, name: str, body: str) -> str:
     title = f"{escape(name)}: multidimensional upscaling"
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style></head>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{STYLE}</style></head>"
         f"<body><h1>{title}</h1><p class=muted>Subscale Pixel Networks, each stage a network of its own</p>{body}"
         "</body></html>\n"
     )
@@ -159,8 +161,10 @@ def _curves_section(histories: Mapping[str, Sequence[Mapping[str, float]]]) -> s
     axes[0].set_ylabel("bits/dim")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
-    return f'<h2>Learning curves</h2><img src="{_inline(buffer.getvalue())}"><p class=muted>Bits/dim of the stage’s own \
-part; train: estimate from one random slice an image; valid: exact, Polyak-averaged weights, all slices.</p>'
+    return (
+        f'<h2>Learning curves</h2><img src="{_inline(buffer.getvalue())}"><p class=muted>Bits/dim of the stage’s own '
+        "part; train: estimate from one random slice an image; valid: exact, Polyak-averaged weights, all slices.</p>"
+    )
 
 
 def _data_section(manifest: Manifest) -> str:

@@ -1,0 +1,103 @@
+"""Training speed of one stage on this machine's GPU: slices/s, model FLOPs utilisation, peak memory.
+
+    python benchmarks/train.py --config imagenet64 --stage size_upscale --batch 64 --out benchmarks/results/train
+
+Random images, the stage's own optimiser, bfloat16, torch.compile; whole optimiser steps are timed after a warm-up.
+mfu counts the dense products of forward and backward (torch's FLOP counter on the uncompiled network) over
+PEAK_FLOPS; mfu_useful leaves out masked weights and the half of causal attention that is masked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from pipelines.config import load, stage_model_config, stage_train_config
+from spn.flops import training_flops
+from spn.model import SPN
+from spn.training import Batch, TrainState, train_step
+
+PEAK_FLOPS = 790e12  # bfloat16 products measured on an H100 or H200; the data sheet's 989e12 is not reached
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--stage", required=True)
+    parser.add_argument("--batch", type=int, required=True, help="slices a micro-batch; one a step here")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--out", type=Path, help="folder for the JSON")
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_intermixed_args()
+    config = load(arguments.config, arguments.overrides)
+    result = measure(
+        stage_model_config(config, arguments.stage),
+        dataclasses.replace(stage_train_config(config, arguments.stage), precision="bfloat16"),
+        batch=arguments.batch,
+        steps=arguments.steps,
+        compiled=not arguments.no_compile,
+    )
+    result = {"config": config.name, "stage": arguments.stage, **result}
+    print(json.dumps(result), flush=True)
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        name = f"{config.name}-{arguments.stage}-b{arguments.batch}.json"
+        (arguments.out / name).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measure(model_config, train_config, *, batch: int, steps: int, compiled: bool) -> dict:
+    """Times whole optimiser steps; raises torch.OutOfMemoryError where the batch does not fit."""
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    torch.cuda.reset_peak_memory_stats()
+    model = SPN(model_config).to(device)
+    state = TrainState.create(model, train_config)
+    forward = torch.compile(model) if compiled else model
+    size = model_config.image_size
+
+    def draw(num_values: int):
+        return torch.randint(0, num_values, (batch, 3, size, size), device=device)
+
+    data = Batch(
+        image=draw(model_config.num_values),
+        index=torch.randint(0, model_config.num_slices, (batch,), device=device),
+        given=draw(2**model_config.num_given_bits) if model_config.num_given_bits else None,
+        keys=["random"] * batch,
+    )
+    started = time.perf_counter()
+    for _ in range(4):
+        train_step(state, [data], config=train_config, forward=forward)
+    torch.cuda.synchronize()
+    warm = time.perf_counter() - started
+    started = time.perf_counter()
+    for _ in range(steps):
+        train_step(state, [data], config=train_config, forward=forward)
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - started) / steps
+    dense, useful = training_flops(model_config)
+    return {
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "batch": batch,
+        "images_per_sec": batch / seconds,
+        "step_sec": seconds,
+        "mfu": batch * dense / seconds / PEAK_FLOPS,
+        "mfu_useful": batch * useful / seconds / PEAK_FLOPS,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "tflop_per_slice": dense / 1e12,
+        "compile_and_warm_up_sec": warm,
+    }
+
+
+if __name__ == "__main__":
+    main()
