@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -92,6 +93,7 @@ def connect(
         os.environ.setdefault(key, value)
     os.environ.setdefault("SPN_GIT_COMMIT", git_commit())
     if job or address not in ("", "local"):
+        _check_answers(address)
         _join(python_path)
         return _describe("job" if job else "cluster")
     os.environ.pop("RAY_ADDRESS", None)
@@ -127,6 +129,19 @@ def _import_ray() -> Any:
     return ray
 
 
+def _check_answers(address: str) -> None:
+    """Ray's own wait for a missing cluster ends by killing this process, so the door is tried before."""
+    if address.startswith(("ray://", "http://", "https://")):
+        raise UserError(f"RAY_ADDRESS is {address}; it must be HOST:PORT of the head node, or use `ray job submit`")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto": Ray looks for a cluster on this machine
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except OSError as error:
+        raise UserError(f"no Ray cluster answers at {address} (RAY_ADDRESS): {error}") from error
+
+
 def _join(python_path: tuple[Path, ...]) -> None:
     import ray
 
@@ -142,8 +157,7 @@ def _join(python_path: tuple[Path, ...]) -> None:
     try:
         ray.init(runtime_env={"env_vars": env_vars}, log_to_driver=False, logging_level=logging.WARNING)
     except ConnectionError as error:
-        address = os.environ.get("RAY_ADDRESS", "")
-        raise UserError(f"no Ray cluster answers at {address} (RAY_ADDRESS): {str(error).splitlines()[0]}") from error
+        raise UserError(f"no Ray cluster answers (RAY_ADDRESS): {str(error).splitlines()[0]}") from error
 
 
 def _describe(mode: str) -> ClusterInfo:

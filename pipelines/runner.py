@@ -27,6 +27,7 @@ from pipelines.task import Outcome, Task, adopt, execute
 from pipelines.tracking import Ledger, RunHandle
 
 EXECUTED, SKIPPED, FAILED, BLOCKED = "executed", "skipped", "failed", "blocked"
+MAX_CALLS = 1  # nodes a process serves: with one, its memory and its global state go when the node ends
 _POLL_SEC = 0.5
 _CANCEL_SEC = 1.0  # Ray kills a stopped job 3 s after SIGTERM, and there is more to do in that time
 
@@ -116,7 +117,7 @@ class _Engine:
         self.plan, self.cluster, self.ledger, self.display, self.lock = plan, cluster, ledger, display, lock
         self.hub = Hub()
         self.commit = git_commit()
-        self.remote = ray.remote(max_retries=0, max_calls=1)(execute)  # a process ends with its node: memory is free
+        self.remote = ray.remote(max_retries=0, max_calls=MAX_CALLS)(execute)
         self.running: dict[Any, _Running] = {}
         self.taken: dict[str, float] = {}
         self.reports: dict[str, NodeReport] = {}

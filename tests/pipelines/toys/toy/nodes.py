@@ -35,6 +35,11 @@ def mistake(context: NodeContext) -> NodeResult:
     raise UserError("the folder is empty")
 
 
+def pid(context: NodeContext) -> NodeResult:
+    write(context)
+    return NodeResult({"value": "value.txt"}, {"pid": float(os.getpid())})
+
+
 def die(context: NodeContext) -> NodeResult:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError

@@ -1,0 +1,131 @@
+"""The Ray session: loopback only, limits of autoscaling clusters.  python -m pytest tests/pipelines/test_cluster.py"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.cluster import ClusterInfo, connect, in_ray_job, limit_of
+from pipelines.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_what_never_fits_is_the_users_mistake() -> None:
+    cluster = ClusterInfo("embedded", {"CPU": 2.0})
+    cluster.check_fits("train", {"CPU": 2.0})
+    with pytest.raises(UserError, match="train needs 3 CPU, the cluster has 2 CPU;"):
+        cluster.check_fits("train", {"CPU": 3.0})
+    with pytest.raises(UserError, match="needs 1 GPU, the cluster has 0 GPU;"):
+        cluster.check_fits("train", {"GPU": 1.0})
+
+
+def test_machines_that_may_still_come_count() -> None:
+    cluster = ClusterInfo("job", {"CPU": 2.0}, limit={"CPU": 10.0, "GPU": 4.0}, autoscales=True)
+    cluster.check_fits("train", {"CPU": 10.0, "GPU": 4.0})
+    with pytest.raises(UserError, match="needs 5 GPU, the cluster has 0 GPU and can grow to 4;"):
+        cluster.check_fits("train", {"GPU": 5.0})
+    ClusterInfo("job", {"CPU": 2.0}, autoscales=True).check_fits("train", {"GPU": 99.0})
+
+
+def test_full_size_of_a_launcher_cluster() -> None:
+    config: dict[str, Any] = {
+        "max_workers": 4,
+        "head_node_type": "head",
+        "available_node_types": {
+            "head": {"resources": {"CPU": 4}, "max_workers": 0},
+            "data": {"resources": {"CPU": 16}, "min_workers": 0, "max_workers": 3},
+            "gpu": {"resources": {"CPU": 8, "GPU": 2}, "max_workers": 2},
+        },
+    }
+    # Of the five workers that the types allow only four may run: three with 16 CPUs and one with 8.
+    assert limit_of(config) == {"CPU": 4 + 3 * 16 + 8, "GPU": 4}
+    assert limit_of({}) == {}
+
+
+def test_a_job_is_known_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not in_ray_job()
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    assert in_ray_job()
+
+
+def is_loopback(address: str) -> bool:
+    parsed = ipaddress.ip_address(address)
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
+
+
+PROBE = """
+import json, sys
+if sys.argv[1] == "ray first":
+    import ray
+from pipelines.cluster import connect, disconnect
+info = connect(num_cpus=2)
+import psutil, ray
+
+@ray.remote(num_cpus=1)
+def where():
+    import os, pipelines
+    names = ("RAY_CHDIR_TO_TRIAL_DIR", "RAY_DATA_USE_DATASOURCE_V2", "SPN_GIT_COMMIT")
+    return os.getcwd(), pipelines.__file__, {name: os.environ.get(name) for name in names}
+
+seen = ray.get(where.remote())
+everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
+names, open_to = [], []
+for process in everyone:
+    try:
+        names.append(process.name())
+        open_to += [[process.name(), *c.laddr] for c in process.net_connections("inet") if c.status == "LISTEN"]
+    except psutil.NoSuchProcess:
+        pass
+disconnect()
+print(json.dumps({"mode": info.mode, "cpus": info.resources["CPU"], "names": names, "open": open_to, "seen": seen}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["connect first", "ray first"])
+def test_an_embedded_session_listens_on_loopback_only(tmp_path: Path, order: str) -> None:
+    drop = ("RAY_", "PYTHONPATH", "SPN_")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(drop)}
+    environment["PYTHONPATH"] = str(ROOT)
+    run = subprocess.run(
+        [sys.executable, "-c", PROBE, order],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["mode"] == "embedded" and found["cpus"] == 2
+    assert {"gcs_server", "raylet"} <= set(found["names"])
+    assert {name for name, *_ in found["open"]} >= {"gcs_server", "raylet"}
+    assert [entry for entry in found["open"] if not is_loopback(entry[1])] == []
+    directory, package, variables = found["seen"]
+    assert directory == str(tmp_path) and Path(package).parents[1] == ROOT
+    assert variables["RAY_CHDIR_TO_TRIAL_DIR"] == "0" and variables["RAY_DATA_USE_DATASOURCE_V2"] == "0"
+    assert variables["SPN_GIT_COMMIT"]
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1"),
+        ("ray://127.0.0.1:10001", "it must be HOST:PORT"),
+        ("http://127.0.0.1:8265", "it must be HOST:PORT"),
+    ],
+)
+def test_a_cluster_that_does_not_answer_is_the_users_mistake(
+    address: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, "RAY_ADDRESS": address})
+    with pytest.raises(UserError, match=words):
+        connect()

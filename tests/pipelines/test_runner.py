@@ -1,0 +1,283 @@
+"""Runs of tiny nodes as Ray tasks: success, failure, resuming, stopping.
+
+python -m pytest tests/pipelines/test_runner.py
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pipelines import attempts, runner, tracking
+from pipelines.cluster import ClusterInfo
+from pipelines.errors import UserError
+from pipelines.lock import Lock
+from pipelines.node import Node
+from pipelines.plan import Plan, plan
+from pipelines.progress import PlainDisplay
+from pipelines.runner import RunReport, Stopped, run
+from pipelines.storage import Store, open_store
+from pipelines.tracking import PARENT_TAG, Ledger, default_uri, silent_ledger
+
+TOYS = Path(__file__).parent / "toys"
+TWO_CPUS = ClusterInfo("embedded", {"CPU": 2.0})
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+@pytest.fixture(autouse=True)
+def few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets nodes share processes: starting one takes longer than any of these nodes."""
+    monkeypatch.setattr(runner, "MAX_CALLS", 0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(tmp_path / "run")
+
+
+@pytest.fixture
+def flag(tmp_path: Path) -> Path:
+    """Nodes that look at it are broken while it exists."""
+    path = tmp_path / "broken"
+    path.touch()
+    return path
+
+
+def node(name: str, function: str = "write", needs: Sequence[str] = (), **fields: Any) -> Node:
+    return Node(name, f"toy.nodes:{function}", tuple(needs), **{"config": {"value": name}, "num_cpus": 0.5, **fields})
+
+
+def planned(store: Store, nodes: Sequence[Node], **options: Any) -> Plan:
+    return plan(nodes, store, packages=("toy",), root=TOYS, **options)
+
+
+def go(
+    store: Store, nodes: Sequence[Node], *, ledger: Ledger | None = None, **options: Any
+) -> tuple[RunReport, list[str]]:
+    """Plans and runs; returns the report and the lines that were shown."""
+    stream = io.StringIO()
+    made = planned(store, nodes, **options)
+    report = run(made, cluster=TWO_CPUS, ledger=ledger or silent_ledger(), display=PlainDisplay(stream))
+    return report, stream.getvalue().splitlines()
+
+
+def states(report: RunReport) -> dict[str, str]:
+    return {name: entry.state for name, entry in report.nodes.items()}
+
+
+def test_nodes_run_in_order_and_hand_over_paths(store: Store) -> None:
+    nodes = [node("a"), node("b", needs=["a"], cost={"CPU": 1}), node("c", needs=["a", "b"])]
+    report, lines = go(store, nodes)
+    assert report.ok and set(states(report).values()) == {"executed"}
+    assert Path(report.nodes["c"].uri or "", "value.txt").read_text() == "c(a(),b(a()))"
+    assert report.nodes["c"].metrics == {"value": 2.0, "length": 2.0}
+    assert "[a] starts: no output yet" in lines and "[b] starts: because a runs" in lines
+    again, lines = go(store, nodes)
+    assert set(states(again).values()) == {"skipped"}
+    assert {n: e.attempt for n, e in again.nodes.items()} == {n: e.attempt for n, e in report.nodes.items()}
+
+
+def test_an_attempt_keeps_its_log_and_lists_its_outputs_with_checksums(store: Store) -> None:
+    report, _ = go(store, [node("a")])
+    folder = Path(report.nodes["a"].uri or "")
+    log = (folder / "log.txt").read_text()
+    assert "a printed line of a" in log and "INFO toy: a logged line of a" in log
+    success = attempts.Success.from_bytes((folder / "_SUCCESS.json").read_bytes())
+    assert list(success.outputs) == ["value.txt"] and success.outputs["value.txt"]["bytes"] == 3
+    assert attempts.problems(store, success, deep=True) == []
+    assert success.ingredients["config"] == {"value": "a"}
+    assert folder == Path(store.path(), "nodes", "a", success.fingerprint, success.attempt)
+
+
+def test_independent_nodes_run_side_by_side(store: Store, tmp_path: Path) -> None:
+    options = {"a": {"place": str(tmp_path), "other": "b"}, "b": {"place": str(tmp_path), "other": "a"}}
+    report, _ = go(store, [node(name, "meet", options=options[name], cost={"CPU": 1}) for name in "ab"])
+    assert report.ok  # each has seen the other running
+
+
+def test_nodes_that_cost_all_run_one_after_another(store: Store, tmp_path: Path) -> None:
+    options = {"place": str(tmp_path)}
+    nodes = [node(name, "alone", options=options, num_cpus=0, cost={"CPU": 1.5}) for name in "ab"]
+    report, _ = go(store, nodes)
+    assert report.ok, report
+
+
+def test_a_failure_stops_what_hangs_on_it_and_nothing_else(store: Store, flag: Path) -> None:
+    broken = {"options": {"broken": str(flag)}}
+    nodes = [
+        node("a", "fail_while", **broken),
+        node("b"),
+        node("below", needs=["a", "b"]),
+        node("last", needs=["below"]),
+        node("side", needs=["b"]),
+    ]
+    report, lines = go(store, nodes)
+    assert not report.ok
+    expected = {"a": "failed", "b": "executed", "below": "blocked", "last": "blocked", "side": "executed"}
+    assert states(report) == expected
+    assert report.nodes["a"].error == "RuntimeError: broken on purpose"
+    text = Path(report.nodes["a"].uri or "", "error.txt").read_text()
+    assert "Traceback" in text and "with a second line" in text
+    assert "Traceback" in Path(report.nodes["a"].uri or "", "log.txt").read_text()
+    assert any(line.startswith("[a] FAILED") for line in lines)
+    assert any(line.startswith("[a] see ") and line.endswith("error.txt") for line in lines)
+    assert "[below] not started: it needs a" in lines
+    flag.unlink()
+    report, lines = go(store, nodes)
+    assert states(report) == {**expected, "a": "executed", "below": "executed", "last": "executed"} | {
+        "b": "skipped",
+        "side": "skipped",
+    }
+    assert any(line.startswith("[a] starts: attempt") and line.endswith("failed; starts over") for line in lines)
+
+
+def test_a_users_mistake_inside_a_node_is_its_one_line(store: Store) -> None:
+    report, _ = go(store, [node("a", "mistake")])
+    assert report.nodes["a"].error == "the folder is empty"
+
+
+def test_every_node_has_a_process_of_its_own(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "MAX_CALLS", 1)
+    report, _ = go(store, [node("a", "pid"), node("b", "pid", ["a"])])
+    assert report.nodes["a"].metrics["pid"] != report.nodes["b"].metrics["pid"]
+
+
+def test_a_node_whose_process_dies_fails_and_is_not_tried_again(store: Store) -> None:
+    report, _ = go(store, [node("a", "die"), node("b")])
+    assert states(report) == {"a": "failed", "b": "executed"}
+    assert "WorkerCrashed" in report.nodes["a"].error
+    assert "WorkerCrashed" in Path(report.nodes["a"].uri or "", "error.txt").read_text()
+    assert len(attempts.history(store, "a")) == 1
+
+
+def test_an_unfinished_resumable_attempt_goes_on_in_place(store: Store, flag: Path) -> None:
+    nodes = [node("a", "count", options={"broken": str(flag)}, resumable=True)]
+    failed, _ = go(store, nodes)
+    flag.unlink()
+    report, lines = go(store, nodes)
+    assert report.nodes["a"].attempt == failed.nodes["a"].attempt
+    folder = Path(report.nodes["a"].uri or "")
+    assert [(folder / f"step{i}.txt").read_text() for i in range(3)] == ["True", "True", "False"]
+    assert not (folder / "error.txt").exists()
+    assert (folder / "log.txt").read_text().count(" start") == 2
+    assert any("continues it" in line for line in lines)
+    again, _ = go(store, nodes, rerun=["a"])
+    assert again.nodes["a"].attempt != report.nodes["a"].attempt
+    assert Path(again.nodes["a"].uri or "", "step2.txt").read_text() == "True"
+
+
+def test_rerun_only_and_keep_as_planned(store: Store) -> None:
+    nodes = [node("a"), node("b", needs=["a"]), node("c", needs=["b"])]
+    first, _ = go(store, nodes)
+    rerun, _ = go(store, nodes, rerun=["b"])
+    assert states(rerun) == {"a": "skipped", "b": "executed", "c": "executed"}
+    changed = [node("a", config={"value": "new"}), *nodes[1:]]
+    only, _ = go(store, changed, only=["a"])
+    assert states(only) == {"a": "executed", "b": "not selected", "c": "not selected"}
+    kept, _ = go(store, changed, keep=["b"])
+    assert states(kept) == {"a": "skipped", "b": "skipped", "c": "skipped"}
+    assert kept.nodes["b"].attempt == rerun.nodes["b"].attempt != first.nodes["b"].attempt
+    final, _ = go(store, changed)
+    assert set(states(final).values()) == {"skipped"}
+
+
+def test_what_can_never_fit_is_refused_before_anything_starts(store: Store) -> None:
+    with pytest.raises(UserError, match="b needs 3 CPU, the cluster has 2 CPU"):
+        go(store, [node("a"), node("b", needs=["a"], cost={"CPU": 3})])
+    assert store.list() == []
+
+
+def watch(place: Path, then: Any) -> threading.Thread:
+    """Calls `then` when the waiting node runs."""
+
+    def look() -> None:
+        deadline = time.monotonic() + 60
+        while not (place / "pid").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.2)
+        then()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    return thread
+
+
+def is_gone(pid: int) -> bool:
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_stops_the_tasks_and_closes_their_runs(store: Store, tmp_path: Path, how: signal.Signals) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    nodes = [node("a", "wait_for_ever", options={"place": str(tmp_path)}), node("b", needs=["a"])]
+    uri, artifacts = default_uri(store, name="toy")
+    ledger = Ledger(uri, experiment="toy", run_folder=store.uri, artifacts=artifacts)
+    ledger.start_pipeline(tags={}, params={}, files={})
+    thread = watch(tmp_path, lambda: os.kill(os.getpid(), how))
+    with pytest.raises(KeyboardInterrupt):
+        go(store, nodes, ledger=ledger)
+    thread.join()
+    assert is_gone(int((tmp_path / "pid").read_text()))
+    assert signal.getsignal(signal.SIGTERM) == before
+    (found,) = tracking._client(uri).search_runs([ledger.experiment_id], "tags.node = 'a'")
+    assert found.info.status == "KILLED"
+    (attempt,) = attempts.history(store, "a")
+    assert attempt.success is None
+
+
+def test_a_start_that_lost_its_lock_stops(store: Store, tmp_path: Path) -> None:
+    nodes = [node("a", "wait_for_ever", options={"place": str(tmp_path)})]
+    with Lock(store) as lock:
+        thread = watch(tmp_path, lambda: setattr(lock, "lost", True))
+        made = planned(store, nodes)
+        display = PlainDisplay(io.StringIO())
+        with pytest.raises(Stopped, match="another start took over"):
+            run(made, cluster=TWO_CPUS, ledger=silent_ledger(), display=display, lock=lock)
+        thread.join()
+
+
+@pytest.mark.slow
+def test_mlflow_has_one_run_for_each_node_and_one_curve_over_two_starts(store: Store, flag: Path) -> None:
+    nodes = [
+        node("a", tags={"stage": "first"}),
+        node("b", "count", ["a"], options={"broken": str(flag)}, resumable=True),
+    ]
+    uri, artifacts = default_uri(store, name="toy")
+
+    def started() -> Ledger:
+        ledger = Ledger(uri, experiment="toy", run_folder=store.uri, artifacts=artifacts)
+        ledger.start_pipeline(tags={}, params={}, files={})
+        return ledger
+
+    client_runs: dict[str, list[Any]] = {}
+    first = started()
+    failed, _ = go(store, nodes, ledger=first)
+    flag.unlink()
+    second = started()
+    done, _ = go(store, nodes, ledger=second)
+    client = tracking._client(uri)
+    for found in client.search_runs([second.experiment_id]):
+        client_runs.setdefault(found.data.tags["node"], []).append(found)
+    (curve,) = client_runs["b"]
+    assert curve.info.run_id == failed.nodes["b"].mlflow_run_id == done.nodes["b"].mlflow_run_id
+    assert curve.info.status == "FINISHED" and curve.data.tags[PARENT_TAG] == second.parent_id
+    assert [m.step for m in client.get_metric_history(curve.info.run_id, "step")] == [0, 1, 2]
+    reused, made = sorted(client_runs["a"], key=lambda r: "reused_run" not in r.data.tags)
+    assert reused.data.tags["reused_run"] == made.info.run_id == done.nodes["a"].mlflow_run_id
+    tags = made.data.tags
+    assert tags["stage"] == "first" and tags["attempt"] == done.nodes["a"].attempt and len(tags["fingerprint"]) == 16
+    assert tags["code_hash"] and tags["git_commit"] and made.data.params == {"value": "a"}
+    assert made.data.metrics == {"value": 1.0, "length": 0.0}  # the curve's own point stays

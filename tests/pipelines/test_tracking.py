@@ -1,0 +1,251 @@
+"""MLflow as a mirror: one curve per node, killed drivers, an unreachable server.
+
+python -m pytest tests/pipelines/test_tracking.py
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelines import tracking
+from pipelines.git import git_commit
+from pipelines.storage import Store, open_store
+from pipelines.tracking import PARENT_TAG, Ledger, NullRun, RunHandle, compare_link, default_uri, ui_command
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One database for the module: making the schema takes seconds."""
+    return tmp_path_factory.mktemp("mlflow")
+
+
+def make_ledger(place: Path, *, run_folder: str = "/runs/demo", experiment: str = "demo") -> Ledger:
+    uri, artifacts = default_uri(open_store(place), name="demo")
+    ledger = Ledger(uri, experiment=experiment, run_folder=run_folder, artifacts=artifacts)
+    ledger.start_pipeline(tags={"git_commit": "abc"}, params={"seed": 1}, files={"config.yaml": "name: demo\n"})
+    return ledger
+
+
+def client(ledger: Ledger) -> Any:
+    return tracking._client(ledger.uri)
+
+
+def history(ledger: Ledger, handle: RunHandle, key: str) -> list[tuple[int, float]]:
+    return [(m.step, m.value) for m in client(ledger).get_metric_history(handle.run_id, key)]
+
+
+def test_a_node_run_holds_what_was_logged(place: Path, tmp_path: Path) -> None:
+    ledger = make_ledger(place)
+    config = {"model": {"width": 8, "sizes": (1, 2)}, "long": "x" * 600, **{f"key{i}": i for i in range(150)}}
+    handle = ledger.start_node("train_a", tags={"stage": "a", "fingerprint": "f"}, params=config)
+    handle = pickle.loads(pickle.dumps(handle))
+    (tmp_path / "file.txt").write_text("content")
+    with handle.open() as run:
+        run.log_metrics({"valid/bits_per_dim": 3.5, "train/lr": 0.1}, step=10)
+        run.log_metrics({"valid/bits_per_dim": 3.0}, step=20)
+        run.log_image(np.zeros((4, 4, 3), np.uint8), key="samples", step=20)
+        run.log_text("text", "notes/text.txt")
+        run.log_artifact(tmp_path / "file.txt", "files")
+        run.set_tags({"more": "tag"})
+    ledger.finish(handle, "FINISHED", metrics={"valid/bits_per_dim": 9.9, "images_seen": 100.0})
+    ledger.close("FINISHED")
+    found = client(ledger).get_run(handle.run_id)
+    assert found.info.run_name == "train_a" and found.info.status == "FINISHED"
+    assert found.data.params["model.width"] == "8" and found.data.params["key149"] == "149"
+    assert len(found.data.params["long"]) == 500
+    assert found.data.tags["node"] == "train_a" and found.data.tags["stage"] == "a"
+    assert found.data.tags[PARENT_TAG] == ledger.parent_id and found.data.tags["more"] == "tag"
+    assert history(ledger, handle, "valid/bits_per_dim") == [(10, 3.5), (20, 3.0)]  # the result adds no point
+    assert history(ledger, handle, "images_seen") == [(0, 100.0)]
+    names = {f.path for f in client(ledger).list_artifacts(handle.run_id)}
+    assert {"images", "notes", "files"} <= names
+    parent = client(ledger).get_run(ledger.parent_id)
+    assert parent.info.status == "FINISHED" and parent.data.params == {"seed": "1"}
+    assert [f.path for f in client(ledger).list_artifacts(ledger.parent_id)] == ["config.yaml"]
+    assert (place / "mlartifacts").is_dir()
+
+
+def test_a_skipped_node_points_to_the_run_it_reuses(place: Path) -> None:
+    ledger = make_ledger(place)
+    handle = ledger.reuse_node("train_a", tags={"fingerprint": "f"}, reused_run="run7")
+    found = client(ledger).get_run(handle.run_id)
+    assert found.info.status == "FINISHED" and found.data.tags["reused_run"] == "run7"
+    assert found.data.metrics == {}
+
+
+def test_runs_of_a_killed_driver_are_closed_and_the_unfinished_one_goes_on(place: Path) -> None:
+    killed = make_ledger(place)
+    handle = killed.start_node("train_a", tags={"attempt": "1"}, params={"a": 1})
+    with handle.open() as run:
+        run.log_metrics({"x": 1.0}, step=1)
+    neighbour = make_ledger(place, run_folder="/runs/other")
+    ledger = make_ledger(place)
+    status = {run_id: client(ledger).get_run(run_id).info.status for run_id in (handle.run_id, killed.parent_id)}
+    assert set(status.values()) == {"KILLED"}
+    assert client(ledger).get_run(neighbour.parent_id).info.status == "RUNNING"
+    again = ledger.start_node("train_a", tags={"attempt": "1"}, params={"a": 1}, continue_id=handle.run_id)
+    assert again.run_id == handle.run_id
+    with again.open() as run:
+        run.log_metrics({"x": 2.0}, step=2)
+    assert client(ledger).get_run(handle.run_id).info.status == "RUNNING"
+    assert client(ledger).get_run(handle.run_id).data.tags[PARENT_TAG] == ledger.parent_id
+    ledger.finish(again, "FINISHED")
+    assert history(ledger, again, "x") == [(1, 1.0), (2, 2.0)]
+    for left in (ledger, neighbour):
+        left.close("FINISHED")
+
+
+def test_a_run_that_the_database_does_not_know_is_made_anew(place: Path) -> None:
+    ledger = make_ledger(place)
+    handle = ledger.start_node("train_a", tags={}, params={}, continue_id="0" * 32)
+    assert handle.run_id and handle.run_id != "0" * 32
+    ledger.close("FINISHED")
+
+
+def test_a_second_driver_and_a_worker_process_open_the_same_database(place: Path) -> None:
+    ledger = make_ledger(place)
+    handle = ledger.start_node("train_a", tags={}, params={})
+    code = (
+        "import pickle, sys\n"
+        "handle = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
+        "run = handle.open()\n"
+        "run.log_metrics({'from_worker': 1.0}, step=5)\n"  # not closed: leaving the process sends it
+    )
+    second = make_ledger(place)
+    subprocess.run([sys.executable, "-c", code, pickle.dumps(handle).hex()], check=True, timeout=120)
+    assert history(ledger, handle, "from_worker") == [(5, 1.0)]
+    assert second.experiment_id == ledger.experiment_id
+
+
+def test_without_mlflow_nothing_is_recorded_and_nothing_fails() -> None:
+    run = RunHandle().open()
+    assert isinstance(run, NullRun)
+    with run:
+        run.log_metrics({"a": 1.0}, step=1)
+        run.log_image(np.zeros((2, 2, 3), np.uint8), key="x")
+        run.set_tags({"a": "b"})
+    ledger = tracking.silent_ledger()
+    ledger.start_pipeline(tags={}, params={}, files={})
+    handle = ledger.start_node("a", tags={}, params={})
+    ledger.finish(handle, "FINISHED", metrics={"a": 1.0})
+    ledger.close("FINISHED")
+    assert handle == RunHandle() and ledger.reconcile() == []
+
+
+def test_an_unreachable_server_warns_once_and_the_run_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "_warned", set())
+    uri = "http://127.0.0.1:1"
+    with caplog.at_level(logging.WARNING, logger="pipelines.tracking"):
+        ledger = Ledger(uri, experiment="demo", run_folder="x")
+        ledger.start_pipeline(tags={}, params={}, files={})
+        assert ledger.start_node("a", tags={}, params={}) == RunHandle()
+    assert len([r for r in caplog.records if uri in r.getMessage()]) == 1
+
+
+def test_a_missing_database_file_is_not_created_by_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "_CLOSE_SEC", 0.1)
+    run = RunHandle(f"sqlite:///{tmp_path}/mlflow.db", "r1").open()
+    run.log_metrics({"a": 1.0})
+    assert not run.flush(timeout_sec=0.3)
+    monkeypatch.setattr(run, "flush", lambda: False)
+    run.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+class FakeClient:
+    """Fails while `away` is set; notes what it got."""
+
+    def __init__(self) -> None:
+        self.away = threading.Event()
+        self.steps: list[int] = []
+        self.refused = 0
+
+    def log_batch(self, run_id: str, metrics: list[Any] = (), **_: Any) -> None:
+        if self.away.is_set():
+            raise ConnectionError("away")
+        if metrics[0].key == "refused":
+            self.refused += 1
+            raise ValueError("MLflow does not like it")
+        self.steps.append(metrics[0].step)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    made = FakeClient()
+    monkeypatch.setattr(tracking, "_client", lambda uri: made)
+    monkeypatch.setattr(tracking, "_RETRY_SEC", (0.01,))
+    return made
+
+
+def test_metrics_wait_for_a_server_that_comes_back_in_order(fake: FakeClient) -> None:
+    fake.away.set()
+    run = RunHandle("http://fake", "r").open()
+    for step in range(5):
+        run.log_metrics({"a": 0.0}, step=step)
+    assert not run.flush(timeout_sec=0.1) and fake.steps == []
+    fake.away.clear()
+    run.close()
+    assert fake.steps == [0, 1, 2, 3, 4]
+
+
+def test_what_mlflow_refuses_is_not_tried_again(fake: FakeClient) -> None:
+    with RunHandle("http://fake", "r").open() as run:
+        run.log_metrics({"refused": 0.0}, step=1)
+        run.log_metrics({"a": 0.0}, step=2)
+    assert fake.steps == [2] and fake.refused == 1
+
+
+def test_waiting_metrics_are_bounded_and_the_newest_stay(fake: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "_MAX_WAITING", 3)
+    fake.away.set()
+    run = RunHandle("http://fake", "r").open()
+    for step in range(10):
+        run.log_metrics({"a": 0.0}, step=step)
+    fake.away.clear()
+    run.close()
+    assert fake.steps[-2:] == [8, 9] and len(fake.steps) <= 4
+
+
+def test_the_database_lies_on_a_local_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    local = f"sqlite:///{tmp_path}/mlflow.db"
+    assert default_uri(open_store(tmp_path), name="demo") == (local, f"{tmp_path}/mlartifacts")
+    from pyarrow._fs import _MockFileSystem
+
+    remote = Store("s3://bucket/demo", filesystem=_MockFileSystem(), base="bucket/demo")
+    home = f"{tmp_path}/home/spn_runs/demo"
+    assert default_uri(remote, name="demo") == (f"sqlite:///{home}/mlflow.db", f"{home}/mlartifacts")
+    assert default_uri(remote, name="demo", configured="http://h:5000") == ("http://h:5000", None)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://env:5000")
+    assert default_uri(remote, name="demo") == ("http://env:5000", None)
+
+
+def test_commands_and_links() -> None:
+    assert ui_command("sqlite:////runs/demo/mlflow.db").startswith(
+        "mlflow ui --backend-store-uri sqlite:////runs/demo/mlflow.db --host 127.0.0.1"
+    )
+    link = compare_link("http://127.0.0.1:5000", run_ids=["a", "b"], experiment_id="1")
+    assert link.endswith("#/compare-runs?runs=%5B%22a%22%2C%22b%22%5D&experiments=%5B%221%22%5D")
+
+
+def test_git_commit_of_a_checkout_or_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPN_GIT_COMMIT", raising=False)
+    assert git_commit(tmp_path) == "unknown"
+    monkeypatch.setenv("SPN_GIT_COMMIT", "abc")
+    assert git_commit(tmp_path) == "abc"
+    author = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run(["git", "-C", tmp_path, "init", "-q"], check=True)
+    subprocess.run(["git", "-C", tmp_path, *author, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    assert len(git_commit(tmp_path)) == 40
