@@ -292,8 +292,9 @@ def _chunks(
                 square = _square(config, chunk[place], decoded.pixels)
                 upscaled = ("upscaled",) if square.shape[0] < max(config.resolutions) else ()
                 facts[place] = (height, width, images.flags_of(decoded.conversions + upscaled))
+                resized = images.resize_squares(square, config.resolutions, profile=config.profile)
                 for resolution, array in squares.items():
-                    array[place] = images.resize_square(square, resolution, profile=config.profile)
+                    array[place] = resized[resolution]
         used = [i for i, fact in enumerate(facts) if fact is not None]
         if len(used) < len(chunk):
             squares = {resolution: array[used] for resolution, array in squares.items()}

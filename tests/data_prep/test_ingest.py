@@ -38,6 +38,12 @@ def uri(tmp_path_factory: pytest.TempPathFactory, make_photos, local_ray) -> str
     return str(folder / "set")
 
 
+@pytest.fixture(autouse=True)
+def every_row_group_is_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise one task would return all of these few rows, and nothing could come out of order."""
+    monkeypatch.setattr(ingest, "_TASK_BYTES", 1)
+
+
 def stream(uri: str, start_row: int, num_rows: int, *, seed: int = 3, batch: int = 16, **options) -> dict:
     dataset = ingest.train_stream(
         uri, resolution=8, bits=8, seed=seed, start_row=start_row, num_rows=num_rows, **options
@@ -70,7 +76,7 @@ def test_order_is_decided_by_the_seed_and_not_by_depth(uri: str):
 def test_started_anywhere_it_is_the_tail_of_the_unbroken_stream(uri: str):
     num_rows = open_dataset(uri).num_images("train")
     whole = stream(uri, 0, 3 * num_rows)
-    for start in (1, 10, 37, num_rows - 1, num_rows, 2 * num_rows + 5):
+    for start in (1, 37, num_rows, 2 * num_rows + 5):
         tail = stream(uri, start, 3 * num_rows - start, batch=7)
         assert all(np.array_equal(tail[name], whole[name][start:]) for name in whole), start
 
