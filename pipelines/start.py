@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import shutil
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from pipelines import cluster, dag, progress, tracking
+from pipelines.attempts import ERROR
 from pipelines.config import ExperimentConfig, resolve_storage, to_yaml
+from pipelines.errors import UserError
 from pipelines.git import git_commit
 from pipelines.lock import Lock
 from pipelines.storage import Store, check_run_folder, claim_run_folder, join, open_store
@@ -32,7 +32,10 @@ def start(
     from pipelines import pipeline
 
     store = open_store(join(resolve_storage(config), config.name))
-    check_run_folder(store, name=config.name)
+    try:
+        check_run_folder(store, name=config.name)
+    except OSError as error:
+        raise UserError(f"cannot read the run folder {store.uri}: {error.strerror or error}") from error
     nodes = pipeline.nodes(config)
     plan = dag.plan(nodes, store, only=only, rerun=rerun, keep=keep)
     print(to_yaml(config))
@@ -45,14 +48,27 @@ def start(
         for decision in plan.decisions:
             if decision.node.name in plan.will_run:
                 session.check_fits(decision.node.name, decision.node.total_cost)
-        with Lock(store) as lock:
+        with _locked(store) as lock:
             claim_run_folder(store, name=config.name, config_yaml=to_yaml(config))
             plan = dag.plan(nodes, store, only=only, rerun=rerun, keep=keep)  # as it is now that nobody else writes
             print("\n".join(plan.lines()), flush=True)
             report, uri = _run(plan, config, session, store, lock)
+            return _say_how_it_ended(report, store, tracking_uri=uri, whole=not only)
     finally:
         cluster.disconnect()
-    return _say_how_it_ended(report, config, store, uri, whole=not only)
+
+
+@contextlib.contextmanager
+def _locked(store: Store) -> Iterator[Lock]:
+    lock = Lock(store)
+    try:
+        lock.acquire()
+    except OSError as error:
+        raise UserError(f"cannot write to the run folder {store.uri}: {error.strerror or error}") from error
+    try:
+        yield lock
+    finally:
+        lock.release()
 
 
 def _run(
@@ -80,34 +96,25 @@ def _run(
     return report, uri
 
 
-def _say_how_it_ended(
-    report: dag.RunReport, config: ExperimentConfig, store: Store, tracking_uri: str, *, whole: bool
-) -> int:
+def _say_how_it_ended(report: dag.RunReport, store: Store, *, tracking_uri: str, whole: bool) -> int:
+    from pipelines import summary
+
     print()
     if not report.ok:
         for name, node in report.nodes.items():
             if node.state == "failed":
-                print(f"{name} failed: {node.error}\n  its log: {join(node.uri or '', 'error.txt')}")
+                print(f"{name} failed: {node.error}\n  its log: {join(node.uri or '', ERROR)}")
             elif node.state == "blocked":
                 print(f"{name} was not started: {node.error}")
-        print("The same command goes on from here.", flush=True)
+        print("The same command goes on from here; --rerun NODE starts a node afresh.", flush=True)
         return NODE_FAILED
     if whole:
-        from pipelines import summary
-
-        summary.print_summary(config=config, report=report, store=store)
-        print(f"samples:  {store.uri_of('samples')}")
-        print(f"report:   {store.uri_of('report.html')}")
-    else:
-        for name, node in report.nodes.items():
-            if node.state != "not selected":
-                print(f"{name} {node.state}: {node.uri}")
-    print(f"MLflow:   {_runnable(tracking.ui_command(tracking_uri))}", flush=True)
+        summary.print_summary(report, store=store, tracking_uri=tracking_uri)
+        return DONE
+    for name, node in report.nodes.items():
+        if node.state != "not selected":
+            print(f"{name} {node.state}: {node.uri}")
+    for what, path in summary.publish(report, store).items():
+        print(f"{what}: {path}")
+    print(f"MLflow: {tracking.ui_command(tracking_uri)}", flush=True)
     return DONE
-
-
-def _runnable(command: str) -> str:
-    """With the path of this environment's program where the shell would not find it."""
-    if command.startswith("mlflow ") and shutil.which("mlflow") is None:
-        return str(Path(sys.executable).parent / command)
-    return command

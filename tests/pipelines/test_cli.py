@@ -1,0 +1,272 @@
+"""The command line: what it refuses (one line, exit code 2, nothing written), what it hands on, how it ends.
+
+python -m pytest tests/pipelines/test_cli.py
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines import cli, cluster, evaluate, full_multidim, pipeline, plan, prepare_data, sample, start, train_stage
+from pipelines.errors import UserError
+from pipelines.node import Node
+
+ROOT, TOYS = Path(__file__).parents[2], Path(__file__).parent / "toys"
+NODES = ["prepare_data", "train_first_slice", "train_size_upscale", "train_depth_upscale", "evaluate", "sample"]
+NODES += ["report"]
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def outside_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+
+
+@pytest.fixture
+def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    """command(main, *arguments) -> (exit code, stdout, stderr), on the debug config with its storage in tmp_path."""
+
+    def call(main: Callable[[list[str]], int], *arguments: str) -> tuple[int, str, str]:
+        code = main(["--config", "debug", f"storage={tmp_path / 'runs'}", *arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def handed_on(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `start` would have got."""
+    seen: dict[str, Any] = {}
+
+    def record(config: Any, **options: Any) -> int:
+        seen.update(options, config=config)
+        return 0
+
+    monkeypatch.setattr(cli, "start", record)
+    return seen
+
+
+# ---- refused -------------------------------------------------------------------------------------------------------
+
+OF_NODES = f"this configuration has no such node ({', '.join(NODES)})"
+REFUSED = {
+    ("--dryrun",): "unknown option --dryrun; nearest: --dry-run",
+    ("--onli=evaluate",): "unknown option --onli=evaluate; nearest: --only",
+    ("--only",): "argument --only: expected one argument (see full_multidim.py --help)",
+    ("--only", "evalute"): f"--only evalute: {OF_NODES}; did you mean evaluate?",
+    ("--rerun", "samples"): f"--rerun samples: {OF_NODES}; did you mean sample?",
+    ("--keep", "train_baseline"): f"--keep train_baseline: {OF_NODES}; did you mean train_first_slice?",
+    ("--rerun", "zzz"): f"--rerun zzz: {OF_NODES}",
+    ("--rerun", "sample,"): "--rerun 'sample,': it takes node names, e.g. --rerun evaluate,sample",
+    ("--only", ""): "--only '': it takes node names, e.g. --only evaluate,sample",
+    ("--config", "dbug"): "unknown config 'dbug'; nearest: debug",
+    ("train.num_step=3",): "unknown key train.num_step; nearest: train.num_steps "
+    "(on the command line: train.num_step=3)",
+    ("data.root=/nowhere/at/all",): None,
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.items(), ids=[" ".join(key) for key in REFUSED])
+def test_refused_in_one_line_before_anything_is_printed_or_written(
+    arguments: tuple[str, ...], message: str | None, command: Command, tmp_path: Path
+) -> None:
+    code, out, err = command(full_multidim.main, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ") and (message is None or err == f"error: {message}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_data_without_images_is_refused_by_its_place(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder in ("missing", "empty"):
+        code, _, err = command(full_multidim.main, f"data.root={tmp_path / folder}")
+        assert code == 2 and str(tmp_path / folder) in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"]
+
+
+def test_stage_that_the_config_has_not(command: Command) -> None:
+    code, _, err = command(train_stage.main, "--stage", "size_upscal")
+    assert code == 2
+    assert err == (
+        "error: --stage size_upscal: config debug has no such stage; nearest: size_upscale; "
+        "it has first_slice, size_upscale, depth_upscale\n"
+    )
+    assert command(train_stage.main)[2].startswith("error: the following arguments are required: --stage")
+
+
+def test_run_folder_of_another_config(command: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "debug"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("name: other\n")
+    code, _, err = command(full_multidim.main)
+    assert code == 2
+    assert err == f"error: {folder} is the run folder of config 'other', not of 'debug'; choose another storage\n"
+    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+
+
+@pytest.fixture
+def small_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster of 4 CPUs that nobody can run anything on."""
+    monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo("embedded", {"CPU": 4.0}))
+    monkeypatch.setattr(cluster, "disconnect", lambda: None)
+
+
+def test_more_workers_than_the_cluster_has(command: Command, tmp_path: Path, small_cluster: None) -> None:
+    code, _, err = command(full_multidim.main, "resources.num_workers=8")
+    assert code == 2
+    assert err == ("error: train_first_slice needs 4.25 CPU, the cluster has 4 CPU; ask for fewer or smaller workers\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_storage_that_cannot_be_written(command: Command, tmp_path: Path, small_cluster: None) -> None:
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    code, _, err = command(full_multidim.main)
+    assert code == 2 and err.count("\n") == 1 and str(tmp_path / "runs") in err
+
+
+# ---- handed on -----------------------------------------------------------------------------------------------------
+
+
+def test_demo_is_the_default(handed_on: dict[str, Any]) -> None:
+    assert full_multidim.main([]) == 0
+    assert handed_on["config"].name == "demo"
+    assert (handed_on["only"], handed_on["rerun"], handed_on["keep"], handed_on["dry_run"]) == ((), (), (), False)
+
+
+def test_options_and_overrides_in_any_order(handed_on: dict[str, Any]) -> None:
+    arguments = "seed=3 --only sample,report --rerun sample train.num_steps=7 --only evaluate --keep=report --dry-run"
+    assert full_multidim.main(["--config", "debug", *arguments.split(), "bits=[1,3,8]"]) == 0
+    config = handed_on.pop("config")
+    assert (config.seed, config.train.num_steps, config.bits) == (3, 7, [1, 3, 8])
+    assert handed_on == {
+        "only": ("sample", "report", "evaluate"),
+        "rerun": ("sample",),
+        "keep": ("report",),
+        "dry_run": True,
+    }
+
+
+def test_entry_points_of_single_nodes(handed_on: dict[str, Any]) -> None:
+    for module, node in ((prepare_data, "prepare_data"), (evaluate, "evaluate"), (sample, "sample")):
+        assert module.main(["--config", "debug", "--rerun", node]) == 0
+        assert (handed_on["only"], handed_on["rerun"]) == ((node,), (node,))
+    for stage in ("size_upscale", "depth_upscale_3"):
+        assert train_stage.main(["--config", "debug", "bits=[1,3,8]", "--stage", stage]) == 0
+        assert handed_on["only"] == (f"train_{stage}",)
+
+
+def test_dry_run_prints_config_and_plan_and_writes_nothing(command: Command, tmp_path: Path) -> None:
+    code, out, err = command(full_multidim.main, "--dry-run", "train.num_steps=77")
+    assert (code, err, list(tmp_path.iterdir())) == (0, "", [])
+    assert out.count("num_steps: 77") == 1 and out.count("\nname: debug") + out.startswith("name: debug") == 1
+    plan_lines = out.strip().splitlines()[-len(NODES) :]
+    assert [line.split()[:2] for line in plan_lines] == [[name, "run"] for name in NODES]
+
+
+def test_importing_the_command_line_leaves_heavy_packages_alone() -> None:
+    code = "import sys, pipelines.full_multidim as m; m.main(['--config', 'dbug']); print('ray' in sys.modules)"
+    code += "; print('mlflow' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_scripts_find_the_project_and_do_not_hide_packages(tmp_path: Path) -> None:
+    """Run from anywhere, not installed; pipelines/git.py must not become the top-level module `git`."""
+    scripts = ["full_multidim", "prepare_data", "train_stage", "evaluate", "sample", "describe"]
+    for script in scripts[:-1]:
+        assert len((ROOT / "pipelines" / f"{script}.py").read_text().splitlines()) < 40
+    code = """
+import runpy, sys
+folder, *scripts = sys.argv[1:]
+for script in scripts:
+    sys.path[0] = folder  # as `python folder/script.py` sets it
+    sys.argv = [f"{folder}/{script}.py", "--config", "dbug"]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        print(script, end.code, folder in sys.path)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT / "pipelines"), *scripts],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [f"{script} 2 False" for script in scripts]
+    assert done.stderr.count("unknown config 'dbug'; nearest: debug") == len(scripts) - 1  # train_stage wants --stage
+
+
+# ---- how it ends ---------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "start", interrupt)
+    assert full_multidim.main(["--config", "debug"]) == 130
+    assert capsys.readouterr().err == "interrupted; the same command goes on from here\n"
+
+
+def test_a_mistake_stays_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> int:
+        raise UserError("first\n  second")
+
+    assert cli.run_guarded(fail) == 2
+    assert capsys.readouterr().err == "error: first second\n"
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    def fail() -> int:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError):
+        cli.run_guarded(fail)
+
+
+@pytest.mark.slow
+def test_exit_codes_of_a_start(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_session: None
+) -> None:
+    """Runs three toy nodes: a failed one ends with 1, its log and the way on; the second start goes on from there."""
+    broken = tmp_path / "broken"
+    broken.touch()
+    nodes = [
+        Node("first", "toy.nodes:write", config={"value": 1}),
+        Node("second", "toy.nodes:fail_while", needs=("first",), options={"broken": str(broken)}),
+        Node("third", "toy.nodes:write", needs=("second",)),
+    ]
+    monkeypatch.setattr(pipeline, "nodes", lambda config: nodes)
+    toy_plan = functools.partial(plan.plan, packages=("toy",), root=TOYS)
+    monkeypatch.setattr(start.dag, "plan", toy_plan)
+    monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo("embedded", {"CPU": 2.0}))
+    monkeypatch.setattr(cluster, "disconnect", lambda: None)
+
+    code, out, _ = command(full_multidim.main)
+    assert code == 1
+    assert "second failed: RuntimeError: broken on purpose" in out and "third was not started" in out
+    log = next(line.split("its log: ")[1] for line in out.splitlines() if "its log: " in line)
+    assert "broken on purpose" in Path(log).read_text()
+    folder = tmp_path / "runs" / "debug"
+    assert "name: debug" in (folder / "config.yaml").read_text()
+    assert not (folder / "run.lock").exists()
+
+    broken.unlink()
+    code, out, _ = command(full_multidim.main)
+    assert code == 0
+    assert "first   skip  up to date" in out and f"mlflow ui --backend-store-uri sqlite:///{folder}/mlflow.db" in out
+
+    code, out, _ = command(full_multidim.main, "--only", "third", "--rerun", "third")
+    assert code == 0 and "third executed: " in out and "first executed" not in out
