@@ -11,7 +11,15 @@ import pytest
 import yaml
 
 from pipelines import config as configs
-from pipelines.config import load, resolve_storage, stage_model_config, stage_names, stage_temperature, stage_train_config, to_yaml
+from pipelines.config import (
+    load,
+    resolve_storage,
+    stage_model_config,
+    stage_names,
+    stage_temperature,
+    stage_train_config,
+    to_yaml,
+)
 from pipelines.errors import UserError
 from pipelines.experiment import validate
 
