@@ -142,6 +142,8 @@ def measure(store: Store, folder: str, named: Mapping[str, str], known: Mapping[
             raise ValueError(f"output {name!r}: there is no file at {relative!r}")
         for file in files:
             inside = posixpath.relpath(file.path, folder)
+            if inside in (SUCCESS, STARTED, ERROR, LOG):
+                continue  # the engine's own, and still growing
             outputs[inside] = {"bytes": file.bytes, "sha256": known.get(inside) or store.sha256(file.path)}
     return dict(sorted(outputs.items()))
 

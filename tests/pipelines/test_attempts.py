@@ -44,6 +44,12 @@ def test_measure_lists_every_file_below_an_output(store: Store) -> None:
     }
 
 
+def test_the_engines_own_files_are_no_outputs(store: Store) -> None:
+    for name in ("log.txt", "_STARTED.json", "value", "deep/log.txt"):
+        store.write_text(f"f/{name}", "1")
+    assert list(measure(store, "f", {"all": "."}, {})) == ["deep/log.txt", "value"]
+
+
 def test_a_promised_output_that_is_not_there_fails(store: Store) -> None:
     store.write_text("f/x", "1")
     with pytest.raises(ValueError, match="output 'model': there is no file at 'model.bin'"):

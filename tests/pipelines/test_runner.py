@@ -220,7 +220,10 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_stops_the_tasks_and_closes_their_runs(store: Store, tmp_path: Path, how: signal.Signals) -> None:
+def test_a_signal_stops_the_tasks_and_closes_their_runs(
+    store: Store, tmp_path: Path, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "MAX_CALLS", 1)
     before = signal.getsignal(signal.SIGTERM)
     nodes = [node("a", "wait_for_ever", options={"place": str(tmp_path)}), node("b", needs=["a"])]
     uri, artifacts = default_uri(store, name="toy")
