@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import numpy as np
 
@@ -112,12 +113,10 @@ class NodeRun:
         """Waits until all is sent; False if the server stayed away."""
         deadline = time.monotonic() + timeout_sec
         with self._wake:
-            self._wake.notify_all()
-            while self._calls or self._busy:
-                if not self._wake.wait(timeout=max(0.0, min(0.2, deadline - time.monotonic()))):
-                    if time.monotonic() >= deadline:
-                        return False
-        return True
+            self._wake.notify_all()  # ends a pause between two tries
+            while (self._calls or self._busy) and time.monotonic() < deadline:
+                self._wake.wait(timeout=min(0.2, timeout_sec))
+            return not (self._calls or self._busy)
 
     def close(self) -> None:
         """Flushes and stops; what could not be sent is counted in one warning."""
@@ -192,6 +191,7 @@ class Ledger:
         """artifacts: absolute place of the experiment's artifacts; None leaves it to the server."""
         self.uri, self.run_folder = uri, run_folder
         self.parent_id: str | None = None
+        self.experiment_id: str | None = ""  # None: could not be opened, nothing is recorded
         self._client = _try(uri, lambda: _make_store(uri)) if uri else None
         self.experiment_id = self._do(lambda client: _experiment(client, experiment, artifacts))
 
@@ -225,9 +225,7 @@ class Ledger:
 
     def finish(self, handle: RunHandle, status: str, *, metrics: Mapping[str, float] | None = None) -> None:
         """status: FINISHED, FAILED or KILLED. Metrics that the node logged itself are left alone."""
-        if handle.run_id is None:
-            return
-        if metrics:
+        if metrics and handle.run_id is not None:
             logged = self._do(lambda client: set(client.get_run(handle.run_id).data.metrics)) or set()
             missing = {key: value for key, value in metrics.items() if key not in logged}
             if missing:
@@ -265,29 +263,22 @@ class Ledger:
 
     def _reopen(self, run_id: str, tags: Mapping[str, str]) -> bool:
         """Makes a closed run RUNNING again, under this start's parent, so that its curves go on."""
-        moved = {**tags, **({PARENT_TAG: self.parent_id} if self.parent_id else {})}
-
-        def reopen(client: MlflowClient) -> bool:
-            if client.get_run(run_id).info.lifecycle_stage != "active":
-                return False
-            client.update_run(run_id, status="RUNNING")
-            client.log_batch(run_id, tags=_tags(moved))
-            return True
-
+        if self._client is None:
+            return False
         try:
-            return bool(self._client and reopen(self._client))
+            self._client.update_run(run_id, status="RUNNING")  # refused for a run that was deleted
+            self._client.log_batch(run_id, tags=_tags({**tags, PARENT_TAG: self.parent_id or ""}))
         except Exception:  # a new database does not know the old run: a new one is as good
             return False
+        return True
 
     def _terminate(self, run_id: str | None, status: str) -> None:
         if run_id is not None:
             self._do(lambda client: client.set_terminated(run_id, status))
 
     def _do(self, call: Callable[[MlflowClient], Any]) -> Any:
-        client = self._client
-        if client is None or (getattr(self, "experiment_id", "") is None):
-            return None
-        return _try(self.uri, lambda: call(client))
+        client = None if self.experiment_id is None else self._client
+        return None if client is None else _try(self.uri, lambda: call(client))
 
 
 def silent_ledger() -> Ledger:
@@ -319,8 +310,6 @@ def ui_command(uri: str) -> str:
 
 def compare_link(base: str, *, run_ids: Iterable[str], experiment_id: str) -> str:
     """Address of the UI's compare page over some runs; base is e.g. http://127.0.0.1:5000."""
-    from urllib.parse import quote
-
     runs = quote("[" + ",".join(f'"{run_id}"' for run_id in run_ids) + "]")
     experiments = quote(f'["{experiment_id}"]')
     return f"{base.rstrip('/')}/?workflowType=machine_learning#/compare-runs?runs={runs}&experiments={experiments}"
