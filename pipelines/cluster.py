@@ -36,6 +36,7 @@ _EMBEDDED = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # "no cluster": all of Ray's servers bind to 127.0.0.1
     "RAY_AUTH_MODE": "disabled",  # loopback only; a token file left by another cluster would lock us out
     "RAY_DEDUP_LOGS": "0",
+    "RAY_worker_maximum_startup_concurrency": "8",  # a trainer is many small processes; fewer and Ray warns of each
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the coming default; silences a warning of every task
 }
 
