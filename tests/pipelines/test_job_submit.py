@@ -165,7 +165,7 @@ def stop(starter: subprocess.Popen, *, mark: str) -> None:
 def test_the_pipeline_runs_as_a_job(head: Head, tmp_path: Path) -> None:
     storage = tmp_path / "runs"
     command = ["python", "pipelines/full_multidim.py", "--config", "debug", f"storage={storage}"]
-    job = head.submit(*command, timeout_sec=400)
+    job = head.submit(*command, timeout_sec=900)
 
     assert (job.status, job.exit_code) == ("SUCCEEDED", 0), job.log
     for node in NODES:
