@@ -31,6 +31,7 @@ def scored_slices(model: SPN, *, first_given: bool) -> range:
 @torch.no_grad()
 def image_nats(model: SPN, image: Tensor, given: Tensor | None, *, slices: Sequence[int]) -> Tensor:
     """[B] float64: exact negative log-likelihood in nats of `slices` of each image [B, 3, H, W], summed."""
+    assert not model.training, "dropout would make the likelihood of another network than the one at hand"
     total = torch.zeros(len(image), dtype=torch.float64, device=image.device)
     for number in slices:
         index = torch.full((len(image),), number, device=image.device)

@@ -308,6 +308,7 @@ def sample_stage(
     bits, for depth upscaling. first_slice [B, 3, h, w]: slice (0, 0), kept as it is, for size upscaling. `on_row` is
     called after each row of pixels of each slice.
     """
+    assert not model.training, "dropout would draw from another network than the one at hand"
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0")
     config, weights, batch = model.config, prepare(model), len(uniform)

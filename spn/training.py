@@ -37,8 +37,8 @@ class TrainConfig:
     lr_boundaries: list[int] = field(default_factory=list)  # steps at which the rate drops
     lr_values: list[float] = field(default_factory=list)  # the rate from each boundary on
     warmup_steps: int = 0  # linear, both schedules
-    momentum: float = 0.9
-    decay: float = 0.95
+    momentum: float = 0.9  # adamw: beta1
+    decay: float = 0.95  # of the mean square; adamw: beta2
     epsilon: float = 1e-8
     weight_decay: float = 0.0  # adamw only
     grad_clip: float | None = None  # global norm; None: no clipping
@@ -67,14 +67,21 @@ class TrainConfig:
             raise ValueError(
                 f"micro_batch_size is {self.micro_batch_size}; batch_size {self.batch_size} needs a divisor"
             )
-        if self.learning_rate <= 0:
-            raise ValueError(f"learning_rate is {self.learning_rate}; it must be above 0")
+        for name, rate in (("learning_rate", self.learning_rate), *(("lr_values", rate) for rate in self.lr_values)):
+            if not 0 < rate < math.inf:
+                raise ValueError(f"{name} is {rate}; it must be above 0")
         if len(self.lr_boundaries) != len(self.lr_values):
             raise ValueError(f"lr_values has {len(self.lr_values)} rates for {len(self.lr_boundaries)} lr_boundaries")
         if sorted(set(self.lr_boundaries)) != list(self.lr_boundaries):
             raise ValueError(f"lr_boundaries is {list(self.lr_boundaries)}; steps must increase")
-        if not 0 <= self.polyak_decay < 1:
-            raise ValueError(f"polyak_decay is {self.polyak_decay}; it must be at least 0 and below 1")
+        if self.lr_boundaries and (self.schedule != "piecewise" or self.lr_boundaries[0] < 0):
+            raise ValueError(f"lr_boundaries is {list(self.lr_boundaries)}; it holds steps of a piecewise schedule")
+        for name in ("momentum", "decay", "polyak_decay"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
+        for name in ("epsilon", "weight_decay", "warmup_steps"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if self.grad_clip is not None and self.grad_clip <= 0:
             raise ValueError(f"grad_clip is {self.grad_clip}; it must be above 0, or null")
         if self.checkpoint_every_steps % self.eval_every_steps:
@@ -145,7 +152,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
         {"params": [p for p, yes in zip(params, decayed, strict=True) if yes], "weight_decay": config.weight_decay},
         {"params": [p for p, yes in zip(params, decayed, strict=True) if not yes], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, config.decay), eps=config.epsilon)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.momentum, config.decay), eps=config.epsilon)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

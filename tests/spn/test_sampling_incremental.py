@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spn import sampling
+from spn.evaluation import image_nats
 from spn.model import SPN
 from spn.sampling import decode_slice, incremental_logits, pick, prepare, sample_stage, uniforms
 
@@ -243,10 +244,19 @@ def test_a_decode_inside_another_changes_nothing(tiny_spn):
     assert torch.equal(decode_slice(weights, 2, None, choose), decode_slice(weights, 2, None, interrupted))
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_sampling_leaves_the_network_as_it_was(training, tiny_spn):
+def test_a_network_in_training_mode_is_refused(tiny_spn):
+    """Dropout would draw from, and score, another network."""
+    model = build(tiny_spn, STAGES[0], seed=7).train()
+    shape = (2, 3, model.config.image_size, model.config.image_size)
+    with pytest.raises(AssertionError, match="dropout"):
+        sample_stage(model, torch.rand(shape, dtype=torch.float64))
+    with pytest.raises(AssertionError, match="dropout"):
+        image_nats(model, torch.zeros(shape, dtype=torch.long), None, slices=range(1))
+
+
+def test_sampling_leaves_the_network_as_it_was(tiny_spn):
     """Weights, buffers, modes, attributes and gradients: nothing is changed, and the weights used are copies."""
-    model = build(tiny_spn, STAGES[6], seed=7).train(training)
+    model = build(tiny_spn, STAGES[6], seed=7)
 
     def state() -> tuple:
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
