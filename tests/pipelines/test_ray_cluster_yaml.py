@@ -84,7 +84,7 @@ def test_groups_for_data_and_training_fit_the_limit(cluster: dict[str, Any]) -> 
 def test_setup_lists_the_projects_own_dependencies(cluster: dict[str, Any], tmp_path: Path) -> None:
     list_dependencies = cluster["setup_commands"][0]
     assert str(ROOT) not in list_dependencies
-    command = list_dependencies.replace("/home/ray/spn", str(ROOT)).replace("/tmp", str(tmp_path))
+    command = list_dependencies.replace("/tmp/", f"{tmp_path}/").replace("/home/ray/spn/", f"{ROOT}/")
     subprocess.run(["bash", "-euc", command.replace("python ", f"{sys.executable} ", 1)], check=True)
     listed = (tmp_path / "requirements.txt").read_text().splitlines()
     assert listed == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
