@@ -90,9 +90,11 @@ DEMO_MAY_CHANGE = {
     *(f"train.{key}" for key in ("optimizer", "learning_rate", "schedule", "lr_boundaries", "lr_values")),
     *(f"train.{key}" for key in ("warmup_steps", "weight_decay", "grad_clip")),
     *(f"train.{key}" for key in ("eval_every_steps", "num_valid_images", "checkpoint_every_steps", "log_every_steps")),
+    "per_stage",  # imagenet64 has none
     "evaluate.batch_size",
     "sample.num_images",
     "sample.batch_size",
+    *(f"per_stage.{stage}.train.num_steps" for stage in ("first_slice", "depth_upscale")),
     *(f"resources.{key}" for key in ("num_workers", "use_gpu", "cpus_per_worker", "num_cpus")),
 }
 
