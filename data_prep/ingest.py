@@ -24,6 +24,7 @@ from data_prep.parquet import Shard, open_dataset, pixel_column, pixels, pixels_
 __all__ = ["collate", "draws", "train_stream"]
 
 _TASK_BYTES = 16_000_000  # of pixels that one read task returns, about
+_MAX_INPUT_BLOCKS = 2_000
 _CACHE_BYTES = 64_000_000  # a split up to this size stays decoded in each reading process
 
 
@@ -60,13 +61,15 @@ class _Stream:
                     return
             epoch, offset = epoch + 1, 0
 
-    def cut(self, begin: int, end: int, *, task_rows: int) -> list[int]:
-        """Positions where read tasks begin, and the end: tasks of whole row groups of about `task_rows` rows."""
+    def cut(self, begin: int, end: int, *, task_rows: int, multiple: int) -> list[int]:
+        """Positions where read tasks begin, and the end: tasks of at least `task_rows` rows, a multiple of `multiple`,
+        that end with a row group or as soon after it as the multiple allows."""
         cuts, position = [begin], begin
         for _, _, first, last in self.pieces(begin, end):
             position += last - first
-            if position - cuts[-1] >= task_rows or position == end:
-                cuts.append(position)
+            cut = min(end, begin + -(-(position - begin) // multiple) * multiple)
+            if cut - cuts[-1] >= task_rows or (cut == end and cut > cuts[-1]):
+                cuts.append(cut)
         return cuts
 
 
@@ -104,24 +107,32 @@ def train_stream(
         raise ValueError(f"start_row is {start_row}; it must be at least 0")
     if num_rows < 1:
         raise ValueError(f"num_rows is {num_rows}; it must be at least 1")
+    if rows_per_block is not None and (rows_per_block < 1 or num_rows % rows_per_block):
+        raise ValueError(f"rows_per_block is {rows_per_block}; it must divide num_rows, {num_rows}")
     bytes_per_row = resolution * resolution * 3
-    cuts = stream.cut(start_row, start_row + num_rows, task_rows=max(1, _TASK_BYTES // bytes_per_row))
+    task_rows = max(1, _TASK_BYTES // bytes_per_row)
+    cuts = np.array(stream.cut(start_row, start_row + num_rows, task_rows=task_rows, multiple=rows_per_block or 1))
     cache_bytes = _CACHE_BYTES if stream.rows_per_epoch * bytes_per_row <= _CACHE_BYTES else 0
-    read = functools.partial(_read_task, stream=stream, cuts=np.array(cuts), cache_bytes=cache_bytes)
     num_tasks = len(cuts) - 1
-    # Blocks of the range hold several tasks only when there are very many: a block costs the driver about 1 kB.
-    tasks = ray.data.range(num_tasks, override_num_blocks=min(num_tasks, 10_000))
+    # from_items makes its blocks here; reading a range, or Arrow tables, takes tasks of a whole CPU, which a machine
+    # whose CPUs the training workers hold does not have. Very many read tasks share a block: each costs memory.
+    numbers = [{"number": number} for number in range(num_tasks)]
+    tasks = ray.data.from_items(numbers, override_num_blocks=min(num_tasks, _MAX_INPUT_BLOCKS))
     tasks.context.enable_progress_bars = False
     tasks.context.execution_options.preserve_order = True
     rows = tasks.map_batches(
-        read,
+        functools.partial(_read_task, stream=stream, cuts=cuts, cache_bytes=cache_bytes),
         batch_size=1,
         batch_format="pyarrow",
         num_cpus=num_cpus_per_task,
         compute=ray.data.TaskPoolStrategy(size=min(num_read_tasks, num_tasks)),
     )
     if rows_per_block is not None:
-        rows = rows.repartition(target_num_rows_per_block=rows_per_block, strict=True)
+        # Every task returns a multiple of it, so splitting alone, without `strict`, gives blocks of exactly this size.
+        rows = rows.repartition(target_num_rows_per_block=rows_per_block)
+        # repartition has no such argument: its own tasks would take a whole CPU each, and with one worker on every CPU
+        # never start. With equal demands Ray does the splitting inside the read tasks.
+        rows._logical_plan.dag.ray_remote_args["num_cpus"] = num_cpus_per_task
     return rows
 
 
@@ -132,7 +143,7 @@ _cache: OrderedDict[tuple[str, int], pa.Table] = OrderedDict()
 
 def _read_task(task: pa.Table, *, stream: _Stream, cuts: np.ndarray, cache_bytes: int) -> pa.Table:
     """Runs in a Ray task: `task` is one row with the number of the task."""
-    number = task.column("id")[0].as_py()
+    number = task.column("number")[0].as_py()
     position, end = int(cuts[number]), int(cuts[number + 1])
     parts = []
     for epoch, group, first, last in stream.pieces(position, end):

@@ -89,7 +89,7 @@ def test_skipped_row_groups_are_not_read(uri: str, monkeypatch: pytest.MonkeyPat
     opened = []
     monkeypatch.setattr(ingest, "read_shard", lambda *a, **k: opened.append(k["row_group"]) or read(*a, **k))
     start = plan.rows_per_epoch * 5 - 25
-    table = ingest._read_task(pa.table({"id": [0]}), stream=plan, cuts=np.array([start, start + 25]), cache_bytes=0)
+    table = ingest._read_task(pa.table({"number": [0]}), stream=plan, cuts=np.array([start, start + 25]), cache_bytes=0)
     assert table.column("position").to_pylist() == list(range(start, start + 25))
     assert 3 <= len(opened) <= 6 < len(groups)
 
@@ -97,14 +97,18 @@ def test_skipped_row_groups_are_not_read(uri: str, monkeypatch: pytest.MonkeyPat
 read = ingest.read_shard
 
 
-def test_tasks_are_whole_row_groups_of_a_bounded_size(uri: str):
+def test_tasks_end_with_row_groups_and_have_a_bounded_size(uri: str):
     shards = open_dataset(uri).shards(resolution=8, bits=8, split="train")
     groups = tuple((shard, i) for shard in shards for i in range(len(shard.row_group_rows)))
     plan = ingest._Stream(uri, groups, seed=0)
-    cuts = plan.cut(7, 900, task_rows=25)
-    assert cuts[0] == 7 and cuts[-1] == 900
-    sizes = np.diff(cuts)
-    assert (sizes[:-1] >= 25).all() and (sizes > 0).all() and (sizes < 25 + 10).all()
+    ends = set(np.cumsum([last - first for _, _, first, last in plan.pieces(0, 2_000)]).tolist())
+    for multiple in (1, 4):
+        cuts = plan.cut(7, 907, task_rows=25, multiple=multiple)
+        assert cuts[0] == 7 and cuts[-1] == 907
+        sizes = np.diff(cuts)
+        assert (sizes[:-1] >= 25).all() and (sizes < 25 + 10 + multiple).all() and (sizes % multiple == 0).all()
+        assert all(ends & set(range(cut - multiple + 1, cut + 1)) for cut in cuts[1:-1])
+    assert plan.cut(3, 7, task_rows=100, multiple=4) == [3, 7]
 
 
 def test_decoded_row_groups_are_kept_within_the_limit(uri: str, monkeypatch: pytest.MonkeyPatch):
@@ -114,7 +118,7 @@ def test_decoded_row_groups_are_kept_within_the_limit(uri: str, monkeypatch: pyt
     opened = []
     monkeypatch.setattr(ingest, "read_shard", lambda *a, **k: opened.append(k["row_group"]) or read(*a, **k))
     monkeypatch.setattr(ingest, "_cache", type(ingest._cache)())
-    task = dict(task=pa.table({"id": [0]}), stream=plan, cuts=np.array([0, 4 * plan.rows_per_epoch]))
+    task = dict(task=pa.table({"number": [0]}), stream=plan, cuts=np.array([0, 4 * plan.rows_per_epoch]))
     ingest._read_task(**task, cache_bytes=10**9)
     assert len(opened) == len(groups)
     ingest._cache.clear()
@@ -159,3 +163,27 @@ def test_bad_arguments_are_named(uri: str):
     for name, value in [("start_row", -1), ("num_rows", 0), ("bits", 5), ("resolution", 7), ("split", "valid")]:
         with pytest.raises(ValueError, match=f"{name} is {value!r}"):
             ingest.train_stream(uri, **{**good, name: value})
+    with pytest.raises(ValueError, match="rows_per_block is 3; it must divide num_rows, 10"):
+        ingest.train_stream(uri, **good, rows_per_block=3)
+
+
+def test_it_runs_beside_workers_that_hold_all_but_a_quarter_of_a_cpu(uri: str):
+    import ray
+
+    holder = ray.remote(_Holder).options(num_cpus=1.75).remote()
+    ray.get(holder.here.remote())
+    try:
+        dataset = ingest.train_stream(uri, resolution=8, bits=8, seed=0, start_row=0, num_rows=120, rows_per_block=4)
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.extend(row["position"] for row in dataset.iter_rows()))
+        thread.daemon = True
+        thread.start()
+        thread.join(timeout=60)
+        assert found == list(range(120))
+    finally:
+        ray.kill(holder)
+
+
+class _Holder:
+    def here(self) -> None:
+        pass
