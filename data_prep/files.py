@@ -9,6 +9,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import BinaryIO
 
 import pyarrow.fs as pafs
 
@@ -33,9 +34,30 @@ def read_bytes(filesystem: pafs.FileSystem, path: str) -> bytes:
         return stream.read()
 
 
+class HashedStream:
+    """A binary stream to write to that counts and hashes what passes through it."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._sha = stream, hashlib.sha256()
+        self.num_bytes = 0
+        self.closed = False
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._sha.update(data)
+        self.num_bytes += len(data)
+        return self._stream.write(data)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    @property
+    def sha256(self) -> str:
+        return self._sha.hexdigest()
+
+
 @contextmanager
-def whole_file(filesystem: pafs.FileSystem, path: str) -> Iterator:
-    """A binary stream to `path` that becomes visible only when the block ends without an error.
+def whole_file(filesystem: pafs.FileSystem, path: str) -> Iterator[HashedStream]:
+    """A stream to `path`, which becomes visible only when the block ends without an error.
 
     Locally: a temporary name beside it, fsync, rename. Object stores show an upload only when it is complete, and
     have no rename, so there the block ends with one put.
@@ -45,7 +67,7 @@ def whole_file(filesystem: pafs.FileSystem, path: str) -> Iterator:
         temporary = f"{path}.tmp-{os.getpid()}"
         try:
             with open(temporary, "wb") as stream:
-                yield stream
+                yield HashedStream(stream)
                 stream.flush()
                 os.fsync(stream.fileno())
             os.replace(temporary, path)
@@ -58,7 +80,7 @@ def whole_file(filesystem: pafs.FileSystem, path: str) -> Iterator:
     with tempfile.TemporaryDirectory(prefix="data_prep-") as folder:
         scratch = os.path.join(folder, "whole")
         with open(scratch, "wb") as stream:
-            yield stream
+            yield HashedStream(stream)
         with open(scratch, "rb") as source, filesystem.open_output_stream(path) as target:
             while chunk := source.read(1 << 24):
                 target.write(chunk)

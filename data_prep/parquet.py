@@ -123,25 +123,30 @@ class ShardWriter:
         self._group_rows = {r: row_group_rows or default_row_group_rows(r) for r in resolutions}
         self._pending = {r: schema(r).empty_table() for r in resolutions}
         self._row_groups: dict[int, list[int]] = {r: [] for r in resolutions}
+        self._streams: dict[tuple[int, int], files.HashedStream] = {}
         self._writers: dict[tuple[int, int], pq.ParquetWriter] = {}
 
     def __enter__(self) -> ShardWriter:
-        self._stack = ExitStack()
-        for resolution in self._pending:
-            for bits in self._bits:
-                stream = self._stack.enter_context(files.whole_file(self._filesystem, self._path(resolution, bits)))
-                self._writers[resolution, bits] = self._stack.enter_context(
-                    pq.ParquetWriter(
-                        stream,
-                        schema(resolution),
-                        compression="zstd",
-                        compression_level=1,
-                        use_dictionary=False,
-                        write_page_checksum=True,
-                        write_statistics=["key"],  # of px they would put whole images into the footer
-                    )
-                )
+        with ExitStack() as stack:  # when one file cannot be opened, those before it vanish again
+            for resolution in self._pending:
+                for bits in self._bits:
+                    self._open(stack, resolution, bits)
+            self._stack = stack.pop_all()
         return self
+
+    def _open(self, stack: ExitStack, resolution: int, bits: int) -> None:
+        stream = stack.enter_context(files.whole_file(self._filesystem, self._path(resolution, bits)))
+        writer = pq.ParquetWriter(
+            stream,
+            schema(resolution),
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=False,
+            write_page_checksum=True,
+            write_statistics=["key"],  # of px they would put whole images into the footer
+        )
+        self._streams[resolution, bits] = stream
+        self._writers[resolution, bits] = stack.enter_context(writer)
 
     def append(self, names: pa.Table, squares: dict[int, np.ndarray]) -> None:
         """`names`: all columns but px; `squares`: resolution -> (N, R, R, 3) uint8 of 8 bits."""
@@ -154,21 +159,23 @@ class ShardWriter:
             self._pending[resolution] = table
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is None:
+        if error[0] is not None:
+            self._stack.__exit__(*error)
+            return
+        with self._stack:
             for resolution, table in self._pending.items():
                 if table.num_rows:
                     self._write_group(resolution, table)
-        self._stack.__exit__(*error)
 
     def shards(self) -> list[Shard]:
         """What was written; call it after the `with` block."""
         found = []
-        for resolution, bits in self._writers:
-            path = self._path(resolution, bits)
-            size, sha256 = files.digest(self._filesystem, path)
-            relative = path[len(self._folder) + 1 :]
+        for (resolution, bits), stream in self._streams.items():
+            relative = self._path(resolution, bits)[len(self._folder) + 1 :]
             groups = self._row_groups[resolution]
-            found.append(Shard(relative, self._split, self._index, resolution, bits, size, sha256, groups))
+            found.append(
+                Shard(relative, self._split, self._index, resolution, bits, stream.num_bytes, stream.sha256, groups)
+            )
         return found
 
     def _path(self, resolution: int, bits: int) -> str:

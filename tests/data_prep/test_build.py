@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep import images, sources
-from data_prep.build import TooManyUnusable, build, make_plan, split_photos
+from data_prep.build import TooManyUnusable, build
 from data_prep.config import DataConfig
 from data_prep.parquet import open_dataset, pixels, verify
+from data_prep.plan import make_plan, split_photos
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -118,6 +119,19 @@ def test_damaged_shard_is_found_and_written_again(config: DataConfig, tmp_path: 
     assert verify(str(out)) == [f"{path.relative_to(out)}: sha256 differs from the manifest"]
     build(config, out=str(out), progress=quiet)
     assert contents(out) == before
+
+
+def test_file_that_changed_size_under_the_build_stops_the_commit(config: DataConfig, tmp_path: pathlib.Path):
+    victim = tmp_path / "set" / "res=8" / "bits=3" / "valid-00000-of-00001.parquet"
+
+    def progress(done: int, total: int, quarantined: int) -> None:
+        if victim.exists():
+            victim.write_bytes(b"another writer's")
+
+    with pytest.raises(OSError, match="valid-00000-of-00001.parquet has 16 bytes"):
+        build(config, out=str(tmp_path / "set"), progress=progress)
+    with pytest.raises(ValueError, match="no finished data set"):
+        open_dataset(str(tmp_path / "set"))
 
 
 def test_another_plan_never_mixes_with_what_is_there(config: DataConfig, tmp_path: pathlib.Path):

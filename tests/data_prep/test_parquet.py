@@ -142,6 +142,37 @@ def test_asking_for_what_is_not_there_names_what_is(tmp_path: pathlib.Path):
         dataset.read(resolution=8, bits=8, split="test")
 
 
+def test_sums_counted_while_writing_are_those_of_the_files(tmp_path: pathlib.Path):
+    dataset = write(tmp_path)
+    filesystem, folder = files.locate(str(tmp_path))
+    for shard in dataset.manifest.shards:
+        assert (shard.bytes, shard.sha256) == files.digest(filesystem, f"{folder}/{shard.path}")
+
+
+@pytest.mark.parametrize("when", ["open", "append", "close"])
+def test_failure_in_one_file_leaves_none(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, when: str):
+    opened = []
+
+    class Full(pq.ParquetWriter):
+        def __init__(self, *arguments: object, **options: object) -> None:
+            opened.append(self)
+            super().__init__(*arguments, **options)
+            if when == "open" and len(opened) == 3:
+                raise OSError("disk full")
+
+        def write_table(self, table: pa.Table, **options: object) -> None:
+            if self is opened[2] and table.num_rows < 10:  # the last row group is written when the block ends
+                raise OSError("disk full")
+            super().write_table(table, **options)
+
+    monkeypatch.setattr(pq, "ParquetWriter", Full)
+    if when == "append":
+        monkeypatch.setattr(images, "low_depth", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write(tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
 @pytest.mark.parametrize("damage", ["flip", "missing", "unlisted"])
 def test_verify_sees_damage(tmp_path: pathlib.Path, damage: str):
     write(tmp_path)
