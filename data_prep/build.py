@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import ray.data
 
-from data_prep import card, files, sources
+from data_prep import card, files, known, sources
 from data_prep.claim import Claim
 from data_prep.config import DataConfig
 from data_prep.parquet import MANIFEST, QUARANTINE, QUARANTINE_SCHEMA, Manifest, Shard, keys_hash
-from data_prep.plan import Plan, config_dict, make_plan
+from data_prep.plan import Plan, config_dict, make_plan, num_duplicates
 from data_prep.shard import write_shard
 
 CLAIM = "build.lock"
@@ -56,19 +56,19 @@ def build(
         bad = {record["key"]: record for record in plan.quarantine}
         total = sum(len(shard.rows) for shard in plan.shards)
         done = 0
-        progress(done, total, len(bad))
+        progress(done, total, len(plan.rejected) + len(bad))
         try:
             _check_share(config, plan, bad)
             for sidecar in _run(config, plan, out, num_cpus_per_task):
                 sidecars.append(sidecar)
                 bad |= {record["key"]: record for record in sidecar["quarantine"]}
                 done += sidecar["num_planned"]
-                progress(done, total, len(bad))
+                progress(done, total, len(plan.rejected) + len(bad))
                 _check_share(config, plan, bad)
         except TooManyUnusable:
-            _write_quarantine(filesystem, folder, bad)  # says which photos, and why
+            _write_quarantine(filesystem, folder, _records(plan, bad))  # says which photos, and why
             raise
-        _write_quarantine(filesystem, folder, bad)
+        _write_quarantine(filesystem, folder, _records(plan, bad))
         manifest = _manifest(config, plan, filesystem, folder, sidecars, bad)
         files.remove_temporaries(filesystem, folder)
         files.put_bytes(filesystem, f"{folder}/README.md", card.text(manifest).encode())
@@ -97,7 +97,7 @@ def _prepare_folder(filesystem: pafs.FileSystem, folder: str, out: str, plan: Pl
 
 def _run(config: DataConfig, plan: Plan, out: str, num_cpus_per_task: float) -> Iterator[dict]:
     """Sidecars as their shards finish."""
-    tasks = [{"shard": json.dumps(asdict(shard))} for shard in plan.shards]
+    tasks = [{"shard": pickle.dumps(shard)} for shard in plan.shards]
     dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks))
     dataset.context.enable_progress_bars = False  # the caller shows progress
     dataset.context.execution_options.preserve_order = False
@@ -108,23 +108,29 @@ def _run(config: DataConfig, plan: Plan, out: str, num_cpus_per_task: float) -> 
 
 def _check_share(config: DataConfig, plan: Plan, bad: dict[str, dict]) -> None:
     """As soon as the share is passed for certain: no need to decode the rest of a large source."""
-    num_photos = len(plan.source.photos)
-    if len(bad) <= config.max_quarantine_fraction * num_photos:
+    records = _records(plan, bad)
+    num_photos = len(plan.source.items) + len(plan.rejected)
+    allowed = known.max_quarantine_fraction(config)
+    if len(records) <= allowed * num_photos:
         return
-    reasons = ", ".join(f"{count} {reason}" for reason, count in _reasons(bad).items())
-    first = "; ".join(f"{key}: {bad[key]['message']}" for key in sorted(bad)[:3])
+    reasons = ", ".join(f"{count} {reason}" for reason, count in _reasons(records).items())
+    first = "; ".join(f"{record['key']}: {record['message']}" for record in records[:3])
     raise TooManyUnusable(
-        f"{len(bad)} of {num_photos} photos cannot be used, more than max_quarantine_fraction "
-        f"{config.max_quarantine_fraction} allows: {reasons} ({first}); all of them are in {QUARANTINE}"
+        f"{len(records)} of {num_photos} photos cannot be used, more than max_quarantine_fraction "
+        f"{allowed} allows: {reasons} ({first}); all of them are in {QUARANTINE}"
     )
 
 
-def _reasons(bad: dict[str, dict]) -> dict[str, int]:
-    return dict(sorted(Counter(record["reason"] for record in bad.values()).items()))
+def _records(plan: Plan, bad: dict[str, dict]) -> list[dict]:
+    """All records of the quarantine in a fixed order. `bad` has those of items, by key."""
+    return sorted([*plan.rejected, *bad.values()], key=lambda record: (record["key"], record["offset"] or 0))
 
 
-def _write_quarantine(filesystem: pafs.FileSystem, folder: str, bad: dict[str, dict]) -> None:
-    records = [bad[key] for key in sorted(bad)]
+def _reasons(records: list[dict]) -> dict[str, int]:
+    return dict(sorted(Counter(record["reason"] for record in records).items()))
+
+
+def _write_quarantine(filesystem: pafs.FileSystem, folder: str, records: list[dict]) -> None:
     with files.whole_file(filesystem, f"{folder}/{QUARANTINE}") as stream:
         pq.write_table(pa.Table.from_pylist(records, schema=QUARANTINE_SCHEMA), stream)
 
@@ -145,11 +151,11 @@ def _manifest(
         conversions.update(sidecar["conversions"])
     keys: dict[str, list[str]] = {split: [] for split in num_images}
     for shard in plan.shards:
-        keys[shard.split] += [row.key for row in shard.rows if row.photo not in bad]
+        keys[shard.split] += [row.key for row in shard.rows if row.item.key not in bad]
     for split, count in num_images.items():
         assert count == len(keys[split]), f"{split}: {count} rows written, {len(keys[split])} planned and usable"
         if not count:
-            raise TooManyUnusable(f"no photo of the {split} split can be used: {_reasons(bad)}")
+            raise TooManyUnusable(f"no photo of the {split} split can be used: {_reasons(_records(plan, bad))}")
     shards = [Shard(**fields) for sidecar in sidecars for fields in sidecar["files"]]
     _check_sizes(filesystem, folder, shards)
     return Manifest(
@@ -157,15 +163,18 @@ def _manifest(
         plan_hash=plan.hash,
         config=config_dict(config),
         source=dict(
+            name=plan.source.name,
+            recognised_by=plan.source.why,
             built_in=config.root is None,
             listing_hash=plan.source.listing_hash,
-            num_photos=len(plan.source.photos),
+            num_photos=len(plan.source.items),
             skipped=plan.source.skipped,
+            duplicate_content=num_duplicates([plan.contents, *(sidecar["contents"] for sidecar in sidecars)]),
         ),
         num_images=num_images,
         num_photos={split: len(set(plan.photos[split]) - set(bad)) for split in num_images},
         split_hashes={split: keys_hash(keys[split]) for split in num_images},
-        quarantine=_reasons(bad),
+        quarantine=_reasons(_records(plan, bad)),
         quarantine_sha256=files.digest(filesystem, f"{folder}/{QUARANTINE}")[1],
         conversions=dict(sorted(conversions.items())),
         shards=sorted(shards, key=lambda shard: shard.path),

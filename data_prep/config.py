@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-SOURCES = ("folder",)
-CROPS = ("center", "tiles")
-PROFILES = ("tf", "accurate")
+SOURCES = ("auto", "ilsvrc_tar", "ilsvrc_folder", "folder")
+CROPS = ("center", "squash", "random", "tiles")
+PROFILES = {"tf": ("fast", "truncate"), "accurate": ("accurate", "nearest")}  # DCT, rounding
 SPLITS = ("train", "valid", "test")
+SPLIT_RULES = ("auto", "by_photo", "glow", "celeba_partition", "file")
 
 
 @dataclass(frozen=True)
@@ -18,18 +20,27 @@ class DataConfig:
     image_size: int  # H = W that the networks model, pixels
     resolutions: list[int]  # every H = W to write, image_size among them
     bits: list[int]  # every depth to write, 8 among them; depth b holds the b most significant bits
-    source: str = "folder"
+    source: str = "auto"  # layout of the raw images; auto: recognised by the names of the files
     root: str | None = None  # path or URI of the raw images; None: the photos that come with this package
-    crop: str = "center"  # center: the central square; tiles: many squares from each photo
+    split: str = "auto"  # auto: the source's own test split, else by photo; see data_prep/splits.py
+    split_file: str | None = None  # of split file: lines "key split"; a path below root, else any path or URI
+    crop: str = "center"  # center: the central square; squash: all of it; random: a seeded square; tiles: many squares
     tile_size: int | None = None  # side of a tile in source pixels; None unless crop is tiles
     tile_stride: int | None = None  # step between train tiles; None: tile_size. Valid and test never overlap
     profile: str = "tf"  # tf: fast integer DCT, truncate to uint8; accurate: accurate DCT, round to nearest
-    min_side: int = 1  # photos with a shorter side go to quarantine; below a resolution they are scaled up
-    num_valid_photos: int = 0  # splits are by photo: all tiles of a photo are in one split
-    num_test_photos: int = 0
+    dct: str | None = None  # fast, accurate; None: as the profile says
+    rounding: str | None = None  # truncate, nearest; None: as the profile says
+    exif: str = "ignore"  # ignore the orientation, as TensorFlow does, or apply it
+    strict_jpeg: bool = False  # JPEGs with damaged pixels go to quarantine; else they are flagged, as no decoder minds
+    min_side: int = 1  # photos with a shorter side go to quarantine
+    allow_upscaling: bool = True  # scale up below a resolution; else quarantine
+    allow_truncated_archive: bool = False  # build from what is there of a tar that is cut off
+    num_valid_photos: int = 0  # drawn by the seed; splits are by photo: all tiles of a photo are in one split
+    num_test_photos: int = 0  # 0 where the source has a test split of its own
     rows_per_shard: int = 10_000
     row_group_rows: int | None = None  # None: as many as make about 16 MB of pixels
-    max_quarantine_fraction: float = 0.001  # of the source's photos; above it the build fails
+    max_quarantine_fraction: float | None = None  # above it the build fails; None: 0 for known data sets, else 0.001
+    check_counts: bool = True  # known data sets must have exactly as many images as were published
     seed: int = 0  # decides the splits and the row order
 
     def __post_init__(self) -> None:
@@ -37,7 +48,13 @@ class DataConfig:
             raise ValueError(f"dataset is {self.dataset!r}; it must be a name without spaces and slashes")
         _one_of("source", self.source, SOURCES)
         _one_of("crop", self.crop, CROPS)
+        _one_of("split", self.split, SPLIT_RULES)
+        if (self.split_file is None) == (self.split == "file"):
+            raise ValueError(f"split_file is {self.split_file!r}, but split is {self.split}; they go together")
         _one_of("profile", self.profile, PROFILES)
+        _one_of("dct", self.dct, ("fast", "accurate"), optional=True)
+        _one_of("rounding", self.rounding, ("truncate", "nearest"), optional=True)
+        _one_of("exif", self.exif, ("ignore", "apply"))
         _at_least("image_size", self.image_size, 1)
         _distinct("resolutions", self.resolutions, low=1, high=8192, needed=self.image_size)
         _distinct("bits", self.bits, low=1, high=8, needed=8)
@@ -55,13 +72,23 @@ class DataConfig:
         _at_least("rows_per_shard", self.rows_per_shard, 1)
         if self.row_group_rows is not None:
             _at_least("row_group_rows", self.row_group_rows, 1)
-        if not 0 <= self.max_quarantine_fraction <= 1:
+        if self.max_quarantine_fraction is not None and not 0 <= self.max_quarantine_fraction <= 1:
             raise ValueError(f"max_quarantine_fraction is {self.max_quarantine_fraction}; it must be within 0 and 1")
         _at_least("seed", self.seed, 0)
 
+    @property
+    def decode_profile(self) -> str:
+        """The profile whose DCT decodes the JPEGs."""
+        return "tf" if (self.dct or PROFILES[self.profile][0]) == "fast" else "accurate"
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
+    @property
+    def round_profile(self) -> str:
+        """The profile whose rounding makes the resized values uint8."""
+        return "tf" if (self.rounding or PROFILES[self.profile][1]) == "truncate" else "accurate"
+
+
+def _one_of(name: str, value: str | None, allowed: Collection[str], *, optional: bool = False) -> None:
+    if value not in allowed and not (optional and value is None):
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -30,13 +31,29 @@ CONVERSIONS = (
     "jpeg_warning",
     "trailing_bytes",
     "upscaled",
+    "tiny",
+    "wrong_extension",
+    "exif_orientation_applied",
 )
+
+TINY_SIDE = 8  # pixels; images with a shorter side are used, but counted
 
 _PILLOW_FORMATS = ("PNG", "GIF", "BMP", "WEBP")
 _JPEG_MAGIC = b"\xff\xd8\xff"
 _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 _TIFF_MAGIC = (b"II*\x00", b"MM\x00*")
 _EXIF_ORIENTATION = 0x0112
+_FORMAT_OF_SUFFIX = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "gif": "GIF", "bmp": "BMP", "webp": "WEBP"}
+# EXIF orientation: what turns the stored pixels upright.
+_UPRIGHT = {
+    2: lambda p: p[:, ::-1],
+    3: lambda p: p[::-1, ::-1],
+    4: lambda p: p[::-1],
+    5: lambda p: p.transpose(1, 0, 2),
+    6: lambda p: np.rot90(p, -1),
+    7: lambda p: p.transpose(1, 0, 2)[::-1, ::-1],
+    8: lambda p: np.rot90(p),
+}
 
 
 class UnusableImage(Exception):
@@ -57,29 +74,55 @@ class Decoded:
     conversions: tuple[str, ...]  # of CONVERSIONS, what was done beyond plain decoding
 
 
-def decode(data: bytes, *, profile: str) -> Decoded:
-    """Decodes an encoded image by its content, whatever its name says. EXIF orientation is ignored, as TensorFlow
-    does. Raises UnusableImage: empty, not_an_image, unsupported_format, decompression_bomb, truncated, corrupt_data,
-    animated."""
+def decode(
+    data: bytes, *, profile: str, name: str | None = None, exif: str = "ignore", strict_jpeg: bool = False
+) -> Decoded:
+    """Decodes an encoded image by its content. `profile` decides the DCT of JPEGs.
+
+    `name`: only to flag a suffix that says another format. `exif`: ignore the orientation, as TensorFlow does, or
+    apply it. `strict_jpeg`: damaged pixels that no decoder minds are corrupt_data instead of a flag. Raises
+    UnusableImage: empty, not_an_image, unsupported_format, decompression_bomb, truncated, corrupt_data, animated.
+    """
     if not data:
         raise UnusableImage("empty", "the file has 0 bytes")
     if data.startswith(_JPEG_MAGIC):
-        return _decode_jpeg(data, profile=profile)
-    with _open(data) as image:
-        if getattr(image, "n_frames", 1) > 1:
-            raise UnusableImage("animated", f"{image.format} with {image.n_frames} frames")
-        pixels, conversions = _to_rgb(image, sixteen_bit=data.startswith(_PNG_MAGIC) and data[24] == 16)
-        return Decoded(pixels, tuple(conversions))
+        kind, pixels, conversions = "JPEG", *_decode_jpeg(data, profile=profile, strict=strict_jpeg)
+    else:
+        with _open(data) as image:
+            if getattr(image, "n_frames", 1) > 1:
+                raise UnusableImage("animated", f"{image.format} with {image.n_frames} frames")
+            kind = image.format
+            pixels, conversions = _to_rgb(image, sixteen_bit=data.startswith(_PNG_MAGIC) and data[24] == 16)
+    orientation = _exif_orientation(data)
+    if orientation in _UPRIGHT:
+        conversions.append(f"exif_orientation_{'applied' if exif == 'apply' else 'ignored'}")
+        pixels = _UPRIGHT[orientation](pixels) if exif == "apply" else pixels
+    suffix = name.rpartition(".")[2].lower() if name else ""
+    if _FORMAT_OF_SUFFIX.get(suffix, kind) != kind:
+        conversions.append("wrong_extension")
+    if min(pixels.shape[:2]) < TINY_SIDE:
+        conversions.append("tiny")
+    return Decoded(pixels, tuple(conversions))
 
 
-def header_size(data: bytes) -> tuple[int, int]:
+def from_raw(data: bytes, *, planar: bool) -> Decoded:
+    """Raw uint8 of a square, in planes of R, G and B or interleaved."""
+    side = math.isqrt(len(data) // 3)
+    assert side * side * 3 == len(data), f"{len(data)} bytes are no square of RGB pixels"
+    flat = np.frombuffer(data, np.uint8)
+    return Decoded(flat.reshape(3, side, side).transpose(1, 2, 0) if planar else flat.reshape(side, side, 3), ())
+
+
+def header_size(data: bytes, *, exif: str = "ignore") -> tuple[int, int]:
     """(height, width) in pixels from the header alone. Raises UnusableImage."""
     if not data:
         raise UnusableImage("empty", "the file has 0 bytes")
     if data.startswith(_JPEG_MAGIC):
-        return _jpeg_header(data)[:2]
-    with _open(data) as image:
-        return image.height, image.width
+        height, width, _ = _jpeg_header(data)
+    else:
+        with _open(data) as image:
+            height, width = image.height, image.width
+    return (width, height) if exif == "apply" and _exif_orientation(data) >= 5 else (height, width)
 
 
 def _jpeg_header(data: bytes) -> tuple[int, int, str]:
@@ -91,7 +134,7 @@ def _jpeg_header(data: bytes) -> tuple[int, int, str]:
     return height, width, colorspace
 
 
-def _decode_jpeg(data: bytes, *, profile: str) -> Decoded:
+def _decode_jpeg(data: bytes, *, profile: str, strict: bool) -> tuple[np.ndarray, list[str]]:
     _, _, colorspace = _jpeg_header(data)
     conversions: list[str] = []
     if colorspace in ("CMYK", "YCCK"):
@@ -107,6 +150,8 @@ def _decode_jpeg(data: bytes, *, profile: str) -> Decoded:
             # TensorFlow and Pillow accept without a word: accepted here too, so that counts agree, but flagged.
             if "premature" in str(error).lower():
                 raise UnusableImage("truncated", str(error)) from None
+            if strict:
+                raise UnusableImage("corrupt_data", str(error)) from None
             try:
                 pixels = simplejpeg.decode_jpeg(data, strict=False, **options)
             except ValueError as fatal:
@@ -114,16 +159,18 @@ def _decode_jpeg(data: bytes, *, profile: str) -> Decoded:
             conversions.append("jpeg_warning")
         if colorspace == "Gray":
             conversions.append("gray_to_rgb")
-    if b"Exif\x00\x00" in data[:65536] and _exif_orientation(data) not in (0, 1):
-        conversions.append("exif_orientation_ignored")
     if not data.endswith(b"\xff\xd9"):
         conversions.append("trailing_bytes")
-    return Decoded(pixels, tuple(conversions))
+    return pixels, conversions
 
 
 def _exif_orientation(data: bytes) -> int:
+    """1 (upright) where the image says nothing."""
+    head = data[:65536]
+    if b"Exif\x00\x00" not in head and (data.startswith(_JPEG_MAGIC) or b"eXIf" not in data):
+        return 1
     try:
-        with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
+        with Image.open(io.BytesIO(data), formats=(*_PILLOW_FORMATS, "JPEG")) as image:
             return int(image.getexif().get(_EXIF_ORIENTATION, 1))
     except Exception:  # broken metadata harms no pixel
         return 1
@@ -258,15 +305,19 @@ def to_uint8(pixels: np.ndarray, *, profile: str) -> np.ndarray:
 
 
 def resize_square(square: np.ndarray, side: int, *, profile: str) -> np.ndarray:
-    """(n, n, 3) uint8 -> (side, side, 3) uint8."""
+    """(H, W, 3) uint8 -> (side, side, 3) uint8."""
     return resize_squares(square, [side], profile=profile)[side]
 
 
 def resize_squares(square: np.ndarray, sides: list[int], *, profile: str) -> dict[int, np.ndarray]:
-    """(n, n, 3) uint8 -> side: (side, side, 3) uint8, for several sides at the cost of one transposition."""
-    columns = _columns(square) if any(side != square.shape[0] for side in sides) else None
+    """(H, W, 3) uint8 -> side: (side, side, 3) uint8, for several sides at the cost of one transposition.
+
+    What is no square is squashed into one. `profile` decides the rounding; an array of the right size stays as it is.
+    """
+    done = [side for side in sides if square.shape[:2] == (side, side)]
+    columns = _columns(square) if len(done) < len(sides) else None
     return {
-        side: square if side == square.shape[0] else to_uint8(_resize_columns(columns, side, side), profile=profile)
+        side: square if side in done else to_uint8(_resize_columns(columns, side, side), profile=profile)
         for side in sides
     }
 

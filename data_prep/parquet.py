@@ -39,7 +39,8 @@ _NAMES = pa.schema(
 QUARANTINE_SCHEMA = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
-        pa.field("source", pa.string(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),  # file below the root
+        pa.field("offset", pa.int64()),  # where the image begins in it: a byte, or a row; null for a whole file
         pa.field("size", pa.int64(), nullable=False),  # bytes
         pa.field("sha256", pa.string(), nullable=False),
         pa.field("reason", pa.string(), nullable=False),

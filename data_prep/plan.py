@@ -6,27 +6,32 @@ import hashlib
 import importlib.metadata
 import json
 import pathlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from data_prep import images, sources
+import numpy as np
+
+from data_prep import images, known, sources
 from data_prep.config import SPLITS, DataConfig
-from data_prep.order import permutation, rank_by_hash
+from data_prep.order import permutation
+from data_prep.sources.item import ENCODED, Item
+from data_prep.splits import split_items
 
 _BYTE_DECIDING_LIBRARIES = ("numpy", "pillow", "pyarrow", "simplejpeg")
-_BYTE_DECIDING_CODE = ("images.py", "order.py", "parquet.py", "plan.py", "shard.py")
+_BYTE_DECIDING_CODE = ("images.py", "order.py", "parquet.py", "plan.py", "shard.py", "splits.py")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One training image: a photo, or the tile of it at (top, left)."""
+    """One training image: an item of the source, or the tile of it at (top, left)."""
 
-    photo: str
+    item: Item
     top: int | None = None
     left: int | None = None
 
     @property
     def key(self) -> str:
-        return self.photo if self.top is None else f"{self.photo}#y{self.top:04d}_x{self.left:04d}"
+        return self.item.key if self.top is None else f"{self.item.key}#y{self.top:04d}_x{self.left:04d}"
 
 
 @dataclass(frozen=True)
@@ -40,61 +45,85 @@ class ShardPlan:
 @dataclass(frozen=True)
 class Plan:
     source: sources.Source
-    photos: dict[str, list[str]]  # split -> photo keys
+    photos: dict[str, list[str]]  # split -> item keys
     shards: list[ShardPlan]
-    quarantine: list[dict]  # photos whose header is unusable already; records of QUARANTINE_SCHEMA
+    quarantine: list[dict]  # items whose header is unusable already; records of QUARANTINE_SCHEMA
+    rejected: list[dict]  # what the source turned away; such records may share a key with an item that is used
+    contents: str  # of the rejected, as in a sidecar
     hash: str
     versions: dict[str, str]
 
 
 def make_plan(config: DataConfig, source: sources.Source) -> Plan:
-    photos = split_photos(config, [photo.key for photo in source.photos])
+    known.check_id(config, source.name)
+    if source.side is not None and config.resolutions != [source.side]:
+        what = f"source {source.name} has images of {source.side} pixels, which are the data set"
+        raise ValueError(f"resolutions is {list(config.resolutions)}; {what}: it must be [{source.side}]")
+    if config.crop == "tiles" and any(item.layout != ENCODED for item in source.items[:1]):
+        raise ValueError(f"crop is 'tiles'; source {source.name} has small finished images, use center")
+    by_split = split_items(config, source.root, source.items)
+    known.check_counts(config, source, {split: len(items) for split, items in by_split.items()})
     shards, quarantine = [], []
-    for number, split in enumerate(SPLITS):
-        rows = []
-        for photo in photos[split]:
-            if config.crop == "center":
-                rows.append(Row(photo))
-                continue
-            try:
-                rows += _tiles(config, split, photo, sources.read_photo(source.root, photo))
-            except images.UnusableImage as error:
-                quarantine.append(quarantine_record(source, photo, error))
-        rows.sort(key=lambda row: row.key)
-        rows = [rows[i] for i in permutation(len(rows), config.seed, number)]
-        num_shards = -(-len(rows) // config.rows_per_shard)
-        bounds = [len(rows) * i // num_shards for i in range(num_shards)] + [len(rows)] if num_shards else []
-        shards += [
-            ShardPlan(split, i, num_shards, rows[begin:end])
-            for i, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
-        ]
+    with sources.Reader(source.root) as reader:
+        for number, split in enumerate(SPLITS):
+            rows = []
+            for item in by_split[split]:
+                if config.crop != "tiles":
+                    rows.append(Row(item))
+                    continue
+                try:
+                    rows += _tiles(config, split, item, reader.read(item))
+                except images.UnusableImage as error:
+                    quarantine.append(quarantine_record(reader, item, error.reason, error.message)[0])
+            shards += _shards(config, split, number, rows)
+        rejected = [quarantine_record(reader, r.item, r.reason, r.message) for r in source.rejected]
     versions = {name: importlib.metadata.version(name) for name in _BYTE_DECIDING_LIBRARIES}
-    ingredients = [config_dict(config), source.listing_hash, _code_hash(), versions]
+    ingredients = [config_dict(config), source.name, source.listing_hash, _code_hash(), versions]
     plan_hash = hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
-    return Plan(source, photos, shards, quarantine, plan_hash, versions)
+    return Plan(
+        source=source,
+        photos={split: [item.key for item in items] for split, items in by_split.items()},
+        shards=shards,
+        quarantine=quarantine,
+        rejected=[record for record, _ in rejected],
+        contents="".join(content for _, content in rejected),
+        hash=plan_hash,
+        versions=versions,
+    )
 
 
-def split_photos(config: DataConfig, keys: list[str]) -> dict[str, list[str]]:
-    """Split -> photo keys, disjoint. When photos come or go, only photos at the edges of the ranking change splits."""
-    held_out = config.num_valid_photos + config.num_test_photos
-    if held_out >= len(keys):
-        raise ValueError(
-            f"num_valid_photos + num_test_photos is {held_out}; the source has {len(keys)} photos "
-            "and at least one must be left for training"
-        )
-    ranked = rank_by_hash(keys, config.seed, "split")
-    valid, rest = ranked[: config.num_valid_photos], ranked[config.num_valid_photos :]
-    return {"train": rest[config.num_test_photos :], "valid": valid, "test": rest[: config.num_test_photos]}
+def _shards(config: DataConfig, split: str, number: int, rows: list[Row]) -> list[ShardPlan]:
+    """The split's rows in seeded order, cut into shards of about the same size.
+
+    Where items lie in blocks that are read as a whole (row groups of Parquet files), blocks are put in a seeded order
+    instead, and then the rows of each shard, so that a shard reads few blocks.
+    """
+    rows = sorted(rows, key=lambda row: row.key)
+    blocks = sorted({(row.item.path, row.item.block) for row in rows if row.item.block is not None})
+    if blocks:
+        rank = {block: i for i, block in zip(permutation(len(blocks), config.seed, number, 1), blocks, strict=True)}
+        rows.sort(key=lambda row: rank[row.item.path, row.item.block])
+    else:
+        rows = [rows[i] for i in permutation(len(rows), config.seed, number)]
+    num_shards = -(-len(rows) // config.rows_per_shard)
+    bounds = [len(rows) * i // num_shards for i in range(num_shards)] + [len(rows)] if num_shards else []
+    shards = []
+    for i, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        part = rows[begin:end]
+        if blocks:
+            part = [part[j] for j in permutation(len(part), config.seed, number, 2, i)]
+        shards.append(ShardPlan(split, i, num_shards, part))
+    return shards
 
 
-def _tiles(config: DataConfig, split: str, photo: str, data: bytes) -> list[Row]:
-    height, width = images.header_size(data)
+def _tiles(config: DataConfig, split: str, item: Item, data: bytes) -> list[Row]:
+    height, width = images.header_size(data, exif=config.exif)
     size = config.tile_size
     assert size is not None
     refuse_small(min(height, width), max(size, config.min_side))
     # Held-out tiles never overlap, so that no pixel is scored twice.
     stride = config.tile_stride if split == "train" and config.tile_stride else size
-    return [Row(photo, top, left) for top, left in images.tile_origins(height, width, size=size, stride=stride)]
+    return [Row(item, top, left) for top, left in images.tile_origins(height, width, size=size, stride=stride)]
 
 
 def refuse_small(side: int, needed: int) -> None:
@@ -109,15 +138,46 @@ def config_dict(config: DataConfig) -> dict:
 
 
 def _code_hash() -> str:
+    room = pathlib.Path(__file__).parent
     sha = hashlib.sha256()
-    for name in _BYTE_DECIDING_CODE:
-        sha.update((pathlib.Path(__file__).parent / name).read_bytes())
+    for path in [*(room / name for name in _BYTE_DECIDING_CODE), *sorted((room / "sources").glob("*.py"))]:
+        sha.update(path.read_bytes())
     return sha.hexdigest()
 
 
-def quarantine_record(source: sources.Source, photo: str, error: images.UnusableImage) -> dict:
-    data = sources.read_photo(source.root, photo)
-    sha256 = hashlib.sha256(data).hexdigest()
-    return dict(
-        key=photo, source=source.root, size=len(data), sha256=sha256, reason=error.reason, message=error.message
+def quarantine_record(reader: sources.Reader, item: Item, reason: str, message: str) -> tuple[dict, str]:
+    """(record of QUARANTINE_SCHEMA, content as in `content_of`); bytes that cannot be had count as none."""
+    try:
+        data = reader.read(item) if item.size or item.block is not None else b""
+    except images.UnusableImage:
+        data = b""
+    record = dict(
+        key=item.key,
+        source=item.path,
+        offset=item.offset if item.row is None else item.row,
+        size=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
+        reason=reason,
+        message=message,
     )
+    return record, content_of(item.key, data)
+
+
+def content_of(key: str, data: bytes) -> str:
+    """32 hex digits: a hash of the key, then one of the content; "" for no bytes. Tells equal images apart from one.
+
+    Of the content: size, first, middle and last 4 KiB. Compressed images that agree in these are the same; hashing
+    every byte would take some percent of the whole build.
+    """
+    if not data:
+        return ""
+    middle = len(data) // 2
+    sample = b"%d:" % len(data) + data[:4096] + data[middle : middle + 4096] + data[-4096:]
+    return "".join(hashlib.blake2b(part, digest_size=8).hexdigest() for part in (key.encode(), sample))
+
+
+def num_duplicates(contents: Iterable[str]) -> int:
+    """Images whose content another image has too, the first of them not counted. Takes many `content_of`."""
+    pairs = np.frombuffer(bytes.fromhex("".join(contents)), np.uint64).reshape(-1, 2)
+    images_seen = np.unique(pairs, axis=0)  # tiles of one photo give it once for each shard
+    return len(images_seen) - len(np.unique(images_seen[:, 1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -13,16 +14,17 @@ import pyarrow.fs as pafs
 
 from data_prep import files, images, sources
 from data_prep.config import DataConfig
+from data_prep.order import draws
 from data_prep.parquet import ShardWriter, schema
-from data_prep.plan import Row, ShardPlan, quarantine_record, refuse_small
+from data_prep.plan import Row, ShardPlan, content_of, quarantine_record, refuse_small
+from data_prep.sources.item import CHW, ENCODED, Item
 
 _CHUNK_BYTES = 256_000_000  # of pixels that a task holds at once
 
 
 def write_shard(task: dict, *, config: DataConfig, root: str, out: str, plan_hash: str) -> dict:
     """Runs in a Ray task. Returns the sidecar's text, from disk when the shard is there already."""
-    fields = json.loads(task["shard"])
-    shard = ShardPlan(**{**fields, "rows": [Row(**row) for row in fields["rows"]]})
+    shard: ShardPlan = pickle.loads(task["shard"])
     filesystem, folder = files.locate(out)
     sidecar_path = f"{folder}/_build/{shard.split}-{shard.index:05d}-of-{shard.num_shards:05d}.json"
     if files.exists(filesystem, sidecar_path):
@@ -39,11 +41,10 @@ def write_shard(task: dict, *, config: DataConfig, root: str, out: str, plan_has
         bits=config.bits,
         row_group_rows=config.row_group_rows,
     )
-    quarantine, conversions, num_rows = [], Counter(), 0
-    with writer:
-        for names, squares, bad in _chunks(config, sources.Source(root, [], {}, ""), shard.rows):
+    quarantine, contents, conversions, num_rows = [], [], Counter(), 0
+    with writer, sources.Reader(root) as reader:
+        for names, squares in _chunks(config, reader, shard.rows, quarantine, contents):
             writer.append(names, squares)
-            quarantine += bad
             num_rows += names.num_rows
             for flags in names.column("flags").to_pylist():
                 conversions.update(images.conversions_of(flags))
@@ -55,6 +56,7 @@ def write_shard(task: dict, *, config: DataConfig, root: str, out: str, plan_has
         num_rows=num_rows,
         conversions=dict(sorted(conversions.items())),
         quarantine=quarantine,
+        contents="".join(contents),
         files=[asdict(written) for written in writer.shards()],
     )
     text = json.dumps(sidecar, indent=1) + "\n"
@@ -70,11 +72,12 @@ def _is_intact(filesystem: pafs.FileSystem, folder: str, sidecar: dict, plan_has
 
 
 def _chunks(
-    config: DataConfig, source: sources.Source, rows: list[Row]
-) -> Iterator[tuple[pa.Table, dict[int, np.ndarray], list[dict]]]:
-    """Rows in plan order as (columns but px, resolution -> pixels, quarantine records), a bounded number at a time.
+    config: DataConfig, reader: sources.Reader, rows: list[Row], quarantine: list[dict], contents: list[str]
+) -> Iterator[tuple[pa.Table, dict[int, np.ndarray]]]:
+    """Rows in plan order as (columns but px, resolution -> pixels), a bounded number at a time.
 
-    Inside a chunk photos are taken one after another, so that each is decoded once however its tiles are scattered.
+    Inside a chunk items are taken in the order of their places in the source, each once, however its tiles are
+    scattered. What cannot be used is added to `quarantine`, what was read to `contents`.
     """
     bytes_per_row = sum(resolution**2 * 3 for resolution in config.resolutions)
     rows_per_chunk = max(1, _CHUNK_BYTES // bytes_per_row)
@@ -82,20 +85,22 @@ def _chunks(
         chunk = rows[begin : begin + rows_per_chunk]
         squares = {r: np.empty((len(chunk), r, r, 3), np.uint8) for r in config.resolutions}
         facts: list[tuple[int, int, int] | None] = [None] * len(chunk)  # orig_h, orig_w, flags
-        quarantine = []
-        for photo, places in _by_photo(chunk).items():
+        for places in _by_item(chunk):
+            item = chunk[places[0]].item
             try:
-                decoded = images.decode(source.read(photo), profile=config.profile)
+                decoded = _decode(config, reader, item, contents)
                 height, width = decoded.pixels.shape[:2]
                 refuse_small(min(height, width), config.min_side)
+                if not config.allow_upscaling:
+                    refuse_small(min(height, width, config.tile_size or height), max(config.resolutions))
             except images.UnusableImage as error:
-                quarantine.append(quarantine_record(source, photo, error))
+                quarantine.append(quarantine_record(reader, item, error.reason, error.message)[0])
                 continue
             for place in places:
                 square = _square(config, chunk[place], decoded.pixels)
-                upscaled = ("upscaled",) if square.shape[0] < max(config.resolutions) else ()
+                upscaled = ("upscaled",) if min(square.shape[:2]) < max(config.resolutions) else ()
                 facts[place] = (height, width, images.flags_of(decoded.conversions + upscaled))
-                resized = images.resize_squares(square, config.resolutions, profile=config.profile)
+                resized = images.resize_squares(square, config.resolutions, profile=config.round_profile)
                 for resolution, array in squares.items():
                     array[place] = resized[resolution]
         used = [i for i, fact in enumerate(facts) if fact is not None]
@@ -103,23 +108,45 @@ def _chunks(
             squares = {resolution: array[used] for resolution, array in squares.items()}
         columns = [
             [chunk[i].key for i in used],
-            [None] * len(used),  # a folder has no labels
+            [chunk[i].item.label for i in used],
             *([facts[i][column] for i in used] for column in range(3)),
         ]
         fields = list(schema(config.image_size))[:-1]
         arrays = [pa.array(values, field.type) for values, field in zip(columns, fields, strict=True)]
-        yield pa.Table.from_arrays(arrays, schema=pa.schema(fields)), squares, quarantine
+        yield pa.Table.from_arrays(arrays, schema=pa.schema(fields)), squares
 
 
-def _by_photo(rows: list[Row]) -> dict[str, list[int]]:
+def _by_item(rows: list[Row]) -> list[list[int]]:
+    """Places in `rows`, those of one item together, items in the order of the source's bytes."""
     places: dict[str, list[int]] = {}
     for place, row in enumerate(rows):
-        places.setdefault(row.photo, []).append(place)
-    return places
+        places.setdefault(row.item.key, []).append(place)
+
+    def where(group: list[int]) -> tuple:
+        item = rows[group[0]].item
+        return item.path, item.block or 0, item.row or 0, item.offset or 0
+
+    return sorted(places.values(), key=where)
+
+
+def _decode(config: DataConfig, reader: sources.Reader, item: Item, contents: list[str]) -> images.Decoded:
+    data = reader.read(item)
+    contents.append(content_of(item.key, data))
+    if item.layout != ENCODED:
+        return images.from_raw(data, planar=item.layout == CHW)
+    return images.decode(
+        data, profile=config.decode_profile, name=item.key, exif=config.exif, strict_jpeg=config.strict_jpeg
+    )
 
 
 def _square(config: DataConfig, row: Row, pixels: np.ndarray) -> np.ndarray:
-    if row.top is None or row.left is None:
-        return images.center_crop(pixels)
-    assert config.tile_size is not None
-    return pixels[row.top : row.top + config.tile_size, row.left : row.left + config.tile_size]
+    """What becomes the training image: a square, or, to be squashed, all of it. A view."""
+    if row.top is not None and row.left is not None:
+        assert config.tile_size is not None
+        return pixels[row.top : row.top + config.tile_size, row.left : row.left + config.tile_size]
+    if config.crop == "random":
+        height, width = pixels.shape[:2]
+        side = min(height, width)
+        (place,) = draws(config.seed, [row.key], [0], purpose="crop", high=max(height, width) - side + 1)
+        return pixels[place : place + side] if height > width else pixels[:, place : place + side]
+    return pixels if config.crop == "squash" else images.center_crop(pixels)

@@ -15,7 +15,8 @@ from data_prep import images, sources
 from data_prep.build import TooManyUnusable, build
 from data_prep.config import DataConfig
 from data_prep.parquet import open_dataset, pixels, verify
-from data_prep.plan import make_plan, split_photos
+from data_prep.plan import make_plan
+from data_prep.splits import split_photos
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -161,7 +162,7 @@ def test_bad_photo_is_named_and_counted(config: DataConfig, tmp_path: pathlib.Pa
     assert len(records) == 2
     assert records[cut.name]["reason"] == "truncated" and records[cut.name]["size"] == cut.stat().st_size
     assert records[cut.name]["sha256"] == hashlib.sha256(cut.read_bytes()).hexdigest()
-    assert records[cut.name]["source"] == config.root
+    assert records[cut.name]["source"] == cut.name
 
 
 def test_too_many_bad_photos_stop_the_build(config: DataConfig, tmp_path: pathlib.Path):

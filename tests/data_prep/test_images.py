@@ -136,7 +136,7 @@ def test_every_damaged_file_is_treated_as_written_down(shared: pathlib.Path) -> 
                 images.decode(data, profile="tf")
             assert error.value.reason == case["reason"], case["file"]
         else:
-            decoded = images.decode(data, profile="tf")
+            decoded = images.decode(data, profile="tf", name=case["file"])
             assert decoded.pixels.dtype == np.uint8 and decoded.pixels.shape[2] == 3
             if case["reason"] in images.CONVERSIONS:
                 assert case["reason"] in decoded.conversions, case["file"]

@@ -26,10 +26,12 @@ def test_keys_are_sorted_relative_paths_and_side_files_are_counted(tmp_path: pat
         path.parent.mkdir(exist_ok=True)
         path.write_text("x")
     found = sources.find(config(tmp_path))
-    assert [photo.key for photo in found.photos] == ["a/deep/photo_00.jpg", "b/photo_00.jpg", "b/photo_01.png"]
-    assert found.skipped == {"hidden": 3, "not_an_image_name": 2, "system_file": 1}
-    assert found.read("b/photo_01.png") == (tmp_path / "b" / "photo_01.png").read_bytes()
-    assert sources.find(config(tmp_path.as_uri())).photos == found.photos
+    assert [item.key for item in found.items] == ["a/deep/photo_00.jpg", "b/photo_00.jpg", "b/photo_01.png"]
+    assert found.skipped == {"not_a_data_file": 6}
+    with sources.Reader(found.root) as reader:
+        assert reader.read(found.items[2]) == (tmp_path / "b" / "photo_01.png").read_bytes()
+    assert sources.find(config(tmp_path.as_uri())).items == found.items
+    assert (found.name, found.why) == ("folder", "it has images such as a/deep/photo_00.jpg")
 
 
 def test_listing_hash_sees_each_change(tmp_path: pathlib.Path, make_photos: Callable):
@@ -49,11 +51,11 @@ def test_listing_hash_sees_each_change(tmp_path: pathlib.Path, make_photos: Call
 
 def test_built_in_photos_do_not_depend_on_file_times(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     before = sources.find(config())
-    assert len(before.photos) == 14
-    for photo in before.photos:
-        copy = tmp_path / photo.key
+    assert len(before.items) == 14
+    for item in before.items:
+        copy = tmp_path / item.path
         copy.parent.mkdir(exist_ok=True)
-        copy.write_bytes(before.read(photo.key))
+        copy.write_bytes((sources.BUILT_IN_PHOTOS / item.path).read_bytes())
         os.utime(copy, (1, 1))
     monkeypatch.setattr(sources, "BUILT_IN_PHOTOS", tmp_path)
     assert sources.listing_hash(config()) == before.listing_hash
@@ -61,8 +63,8 @@ def test_built_in_photos_do_not_depend_on_file_times(tmp_path: pathlib.Path, mon
 
 def test_every_built_in_photo_is_attributed():
     text = (sources.BUILT_IN_PHOTOS / "ATTRIBUTION.md").read_text()
-    for photo in sources.find(config()).photos:
-        assert photo.key.split("/")[-1] in text
+    for item in sources.find(config()).items:
+        assert item.key.split("/")[-1] in text
 
 
 def test_unusable_folders_are_said_in_one_line(tmp_path: pathlib.Path):

@@ -1,0 +1,84 @@
+"""Where raw images are: finds the items of a source, in a fixed order, and says what it left out.
+
+Each module named in `_READERS` reads one layout. It has LAYOUT and COUNT (for people), `recognise` (why a folder is
+taken for it, or None), `used` (the files that it reads) and `index` (the items in them).
+"""
+
+from __future__ import annotations
+
+import pathlib
+from types import ModuleType
+
+from data_prep.config import DataConfig
+from data_prep.sources import folder, ilsvrc_folder, ilsvrc_tar
+from data_prep.sources.item import Listing, Source, SourceFile
+from data_prep.sources.listing import IMAGE_SUFFIXES, hash_of, list_files
+from data_prep.sources.reading import Reader
+
+__all__ = ["BUILT_IN_PHOTOS", "Reader", "Source", "describe", "find", "listing_hash", "root_of"]
+
+BUILT_IN_PHOTOS = pathlib.Path(__file__).parents[1] / "demo_photos"
+
+_READERS: dict[str, ModuleType] = {
+    "ilsvrc_tar": ilsvrc_tar,
+    "ilsvrc_folder": ilsvrc_folder,
+    "folder": folder,
+}
+
+
+def describe() -> list[tuple[str, str, str]]:
+    """(name, layout, expected number of images) of every source."""
+    return [(name, " ".join(reader.LAYOUT.split()), reader.COUNT) for name, reader in _READERS.items()]
+
+
+def root_of(config: DataConfig) -> str:
+    return str(BUILT_IN_PHOTOS) if config.root is None else config.root
+
+
+def listing_hash(config: DataConfig) -> str:
+    """Hash of names, sizes and modification times: what a cache of this source's data set must depend on.
+
+    Archives are not read through, so it is quick. Raises ValueError as `find` does.
+    """
+    listing = list_files(root_of(config))
+    _, used, _ = _recognise(listing, config)
+    return hash_of(listing.root, used, by_content=config.root is None)
+
+
+def find(config: DataConfig) -> Source:
+    """Finds all items of the source.
+
+    Raises ValueError in one line when the folder is missing, has no images, or may be one of several sources;
+    UnusableSource (a ValueError) when a file of the source is damaged or missing.
+    """
+    listing = list_files(root_of(config))
+    name, used, why = _recognise(listing, config)
+    found = _READERS[name].index(listing, config)
+    skipped = listing.num_hidden + found.num_skipped
+    return Source(
+        name=name,
+        why=why,
+        root=listing.root,
+        items=sorted(found.items, key=lambda item: item.key),
+        rejected=sorted(found.rejected, key=lambda rejected: (rejected.item.key, rejected.item.offset or 0)),
+        skipped={"not_a_data_file": skipped} if skipped else {},
+        listing_hash=hash_of(listing.root, used, by_content=config.root is None),
+        side=found.side,
+    )
+
+
+def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFile], str]:
+    """(reader, files that it reads, what it was recognised by). `folder` is what is left when nothing else fits."""
+    name, why = config.source, "source names it"
+    if name == "auto":
+        special = {n: text for n, r in _READERS.items() if n != "folder" and (text := r.recognise(listing, config))}
+        if len(special) > 1:
+            candidates = "; ".join(f"{n} ({text})" for n, text in special.items())
+            raise ValueError(f"root is {listing.root!r}; it may be {candidates}: set source to one of them")
+        name, why = next(iter(special.items()), ("folder", folder.recognise(listing, config) or ""))
+    used = list(_READERS[name].used(listing, config))
+    if not used:
+        wanted = f"images ({', '.join(IMAGE_SUFFIXES)})" if name == "folder" else f"files of source {name}"
+        layout = "" if name == "folder" else f": {' '.join(_READERS[name].LAYOUT.split())}"
+        raise ValueError(f"root is {listing.root!r}; the folder has no {wanted}{layout}")
+    return name, used, why

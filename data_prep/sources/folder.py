@@ -1,0 +1,27 @@
+"""`folder`: images at any depth below one folder. The key of an image is its path. No labels, no splits of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from data_prep.config import DataConfig
+from data_prep.sources.item import Index, Item, Listing, SourceFile
+from data_prep.sources.listing import IMAGE_SUFFIXES, is_image_name
+
+LAYOUT = f"images of any size at any depth ({' '.join(IMAGE_SUFFIXES[:6])})"
+COUNT = "any"
+
+
+def recognise(listing: Listing, config: DataConfig) -> str | None:
+    first = next(used(listing, config), None)
+    return None if first is None else f"it has images such as {first.path}"
+
+
+def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
+    return (file for file in listing.files if is_image_name(file.path))
+
+
+def index(listing: Listing, config: DataConfig) -> Index:
+    found = Index(items=[Item(file.path, file.path, file.size) for file in used(listing, config)])
+    found.num_skipped = len(listing.files) - len(found.items)
+    return found

@@ -1,0 +1,82 @@
+"""`ilsvrc_tar`: ImageNet as it is downloaded. The train tar holds one tar for each synset, the val tar is flat.
+
+Keys are those of the extracted folders (`train/n01440764/n01440764_10026.JPEG`), so both give the same data set.
+Labels are alphabetical synset numbers. Validation images are the test split; validation comes from train.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from data_prep.config import DataConfig
+from data_prep.sources import ilsvrc_labels
+from data_prep.sources.ilsvrc_labels import SYNSET, class_numbers
+from data_prep.sources.item import Index, Item, Listing, SourceFile
+from data_prep.sources.listing import is_image_name, open_file
+from data_prep.sources.tars import Member, add_member, is_side_file, members
+
+LAYOUT = f"""ILSVRC2012_img_train.tar (a tar of n01440764.tar, ...) and ILSVRC2012_img_val.tar (flat), both or one;
+labels of val, if wanted: {ilsvrc_labels.LISTS}"""
+COUNT = "1,281,167 train and 50,000 test (val) images"
+
+_ARCHIVE = re.compile(r"^ILSVRC\d{4}_img_(train|val)\w*\.tar$")
+
+
+def recognise(listing: Listing, config: DataConfig) -> str | None:
+    return next((f"it has {file.path}" for file in used(listing, config) if _split(file.path)), None)
+
+
+def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
+    return (file for file in listing.files if _split(file.path) or ilsvrc_labels.is_label_file(file.path))
+
+
+def index(listing: Listing, config: DataConfig) -> Index:
+    found, train, val = Index(), [], []
+    for file in listing.files:
+        split = _split(file.path)
+        if split is None:
+            found.num_skipped += not ilsvrc_labels.is_label_file(file.path)
+            continue
+        with open_file(listing, file.path) as stream:
+            for member in members(stream, path=file.path):
+                if is_side_file(member.name):
+                    found.num_skipped += 1
+                elif split == "train" and member.is_regular and member.name.endswith(".tar"):
+                    synset = member.name.rpartition("/")[2].removesuffix(".tar")
+                    where = f"{file.path}: {member.name}"
+                    for inner in members(stream, path=where, begin=member.offset, size=member.size):
+                        name = inner.name.rpartition("/")[2] if not _is_odd(inner) else inner.name
+                        train.append((file.path, f"{synset}/{name}", inner))
+                else:
+                    name = member.name.removeprefix("./").removeprefix("train/").removeprefix("val/")
+                    (train if split == "train" else val).append((file.path, name, member))
+    labels_of(listing, found, train, val)
+    return found
+
+
+def _is_odd(member: Member) -> bool:
+    return not member.is_regular or member.name.startswith("/") or ".." in member.name
+
+
+def labels_of(listing: Listing, found: Index, train: list, val: list) -> None:
+    """Fills the index from (file, name below train/ or val/, member); a synset is the folder's or inner tar's name."""
+    train_synsets = {name.partition("/")[0] for _, name, member in train if SYNSET.match(name) and member.is_regular}
+    number = class_numbers(train_synsets)
+    names = [name.rpartition("/")[2] for _, name, member in val if is_image_name(name) and member.is_regular]
+    labels = ilsvrc_labels.val_labels(listing, names, train_synsets=train_synsets)
+    seen: set[str] = set()
+    for split, entries in (("train", train), ("test", val)):
+        for path, name, member in entries:
+            if member.is_regular and not is_image_name(name):
+                found.num_skipped += 1
+                continue
+            label = number.get(name.partition("/")[0]) if split == "train" else labels.get(name.rpartition("/")[2])
+            key = f"{'train' if split == 'train' else 'val'}/{name}"
+            item = Item(key, path, member.size, offset=member.offset, label=label, split=split)
+            add_member(found, member, item, seen=seen)
+
+
+def _split(path: str) -> str | None:
+    match = _ARCHIVE.match(path.rpartition("/")[2])
+    return match and match[1]

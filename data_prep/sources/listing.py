@@ -1,0 +1,77 @@
+"""Lists what lies below a root: files in a fixed order, and a hash that changes when any of them does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from data_prep import files
+from data_prep.sources.item import Listing, SourceFile
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")  # TIFF: to be named, not skipped
+
+_SYSTEM_FILES = ("thumbs.db", "desktop.ini")
+
+
+def list_files(root: str) -> Listing:
+    """Raises ValueError in one line when the folder is missing or cannot be opened."""
+    try:
+        filesystem, folder = files.locate(root)
+        info = filesystem.get_file_info(folder)
+        is_folder = info.type == pafs.FileType.Directory
+        found = filesystem.get_file_info(pafs.FileSelector(folder, recursive=True)) if is_folder else []
+    except (OSError, ValueError) as error:  # pyarrow's errors for bad URIs and unreachable stores derive from these
+        raise ValueError(f"root is {root!r}; it cannot be opened: {' '.join(str(error).split())}") from None
+    if not is_folder:
+        what = "there is no such folder" if info.type == pafs.FileType.NotFound else "it is not a folder"
+        raise ValueError(f"root is {root!r}; {what}")
+    prefix = len(folder.rstrip("/")) + 1
+    listed, num_hidden = [], 0
+    for info in found:
+        if info.type != pafs.FileType.File:
+            continue
+        path = info.path[prefix:]
+        if is_hidden(path):
+            num_hidden += 1
+        else:
+            listed.append(SourceFile(path, info.size, info.mtime_ns or 0))
+    return Listing(root, tuple(sorted(listed, key=lambda file: file.path)), num_hidden)
+
+
+def open_file(listing: Listing, path: str) -> pa.NativeFile:
+    """A listed file, for reading at any place. Raises OSError when it is gone."""
+    filesystem, folder = files.locate(listing.root)
+    return filesystem.open_input_file(f"{folder}/{path}")
+
+
+def read_file(listing: Listing, path: str) -> bytes:
+    with open_file(listing, path) as stream:
+        return stream.read()
+
+
+def is_hidden(path: str) -> bool:
+    """Is it one of the files that systems leave beside data (.DS_Store, ._photo.jpg, Thumbs.db, __MACOSX/...)?"""
+    parts = path.lower().split("/")
+    return (
+        parts[-1] in _SYSTEM_FILES
+        or "__macosx" in parts[:-1]
+        or any(part.startswith(".") and part not in (".", "..") for part in parts)
+    )
+
+
+def is_image_name(path: str) -> bool:
+    return path.lower().endswith(IMAGE_SUFFIXES)
+
+
+def hash_of(root: str, listed: Iterable[SourceFile], *, by_content: bool) -> str:
+    """Hash of paths, sizes and times; by content, where times say nothing (files that come with this package)."""
+    filesystem, folder = files.locate(root)
+    sha = hashlib.sha256()
+    for file in listed:
+        third = files.digest(filesystem, f"{folder}/{file.path}")[1] if by_content else file.mtime_ns
+        sha.update(json.dumps([file.path, file.size, third]).encode() + b"\n")
+    return sha.hexdigest()
