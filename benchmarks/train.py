@@ -33,8 +33,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True)
     parser.add_argument("--stage", required=True)
-    parser.add_argument("--batch", type=int, required=True, help="slices a micro-batch; one a step here")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, required=True, help="slices a micro-batch")
+    parser.add_argument("--accumulate", type=int, default=8, help="micro-batches an optimiser step, as the presets do")
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     parser.add_argument("overrides", nargs="*")
@@ -44,6 +45,7 @@ def main() -> None:
         stage_model_config(config, arguments.stage),
         dataclasses.replace(stage_train_config(config, arguments.stage), precision="bfloat16"),
         batch=arguments.batch,
+        accumulate=arguments.accumulate,
         steps=arguments.steps,
         compiled=not arguments.no_compile,
     )
@@ -55,7 +57,7 @@ def main() -> None:
         (arguments.out / name).write_text(json.dumps(result, indent=1) + "\n")
 
 
-def measure(model_config, train_config, *, batch: int, steps: int, compiled: bool) -> dict:
+def measure(model_config, train_config, *, batch: int, accumulate: int, steps: int, compiled: bool) -> dict:
     """Times whole optimiser steps; raises torch.OutOfMemoryError where the batch does not fit."""
     torch.manual_seed(0)
     device = torch.device("cuda")
@@ -75,22 +77,23 @@ def measure(model_config, train_config, *, batch: int, steps: int, compiled: boo
         keys=["random"] * batch,
     )
     started = time.perf_counter()
-    for _ in range(4):
-        train_step(state, [data], config=train_config, forward=forward)
+    for _ in range(3):
+        train_step(state, [data] * 2, config=train_config, forward=forward)
     torch.cuda.synchronize()
     warm = time.perf_counter() - started
     started = time.perf_counter()
     for _ in range(steps):
-        train_step(state, [data], config=train_config, forward=forward)
+        train_step(state, [data] * accumulate, config=train_config, forward=forward)
     torch.cuda.synchronize()
-    seconds = (time.perf_counter() - started) / steps
+    seconds = (time.perf_counter() - started) / steps / accumulate
     dense, useful = training_flops(model_config)
     return {
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "batch": batch,
         "images_per_sec": batch / seconds,
-        "step_sec": seconds,
+        "accumulate": accumulate,
+        "micro_step_sec": seconds,
         "mfu": batch * dense / seconds / PEAK_FLOPS,
         "mfu_useful": batch * useful / seconds / PEAK_FLOPS,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,

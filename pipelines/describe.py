@@ -51,8 +51,8 @@ def describe(config: ExperimentConfig) -> dict[str, Any]:
 def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
     """Counts of one network. FLOPs are dense: masked weights and masked attention count as if they were not."""
     import torch
-    from torch.utils.flop_counter import FlopCounterMode
 
+    from spn.flops import forward_flops
     from spn.model import SPN, parameter_counts
 
     model_config, train = stage_model_config(config, stage), stage_train_config(config, stage)
@@ -66,7 +66,7 @@ def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
         saved.append(tensor)
         return tensor
 
-    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, keep):
+    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
         model(image, index, image if model_config.num_given_bits else None)
 
     positions = model_config.slice_size**2
@@ -84,11 +84,12 @@ def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
     # float32 weights, gradients, Polyak average and the optimiser's two moments
     state_bytes = counts["total"] * 4 * (1 + 1 + 1 + 2)
     slice_bytes = sum(size for storage, size in sizes.items() if storage not in no_activations)
-    forward = counter.get_total_flops()
+    forward, useful = forward_flops(model_config)
     return {
         "parameters": {"total": counts.pop("total"), **counts},
         "paper_parameters": PAPER_PARAMETERS.get(config.name, {}).get(stage),
         "flops_per_slice": forward,
+        "useful_flops_per_slice": useful,
         "training_flops_per_slice": 3 * forward,  # the backward pass costs two forward passes
         "memory": {
             "weights_and_optimizer_gib": state_bytes / 2**30,

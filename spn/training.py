@@ -130,6 +130,7 @@ class TFRMSProp(torch.optim.Optimizer):
             grads = [p.grad for p in params]
             mean_square = [self.state[p]["mean_square"] for p in params]
             moment = [self.state[p]["moment"] for p in params]
+            # Horizontal, over all tensors at once: a kernel for each line instead of one for each tensor and line.
             torch._foreach_lerp_(mean_square, torch._foreach_mul(grads, grads), 1 - group["decay"])
             root = torch._foreach_add(mean_square, group["epsilon"])
             torch._foreach_sqrt_(root)

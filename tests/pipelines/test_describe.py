@@ -65,8 +65,8 @@ def test_flops_of_a_decoder_are_the_sum_of_its_matrices() -> None:
     )
 
     def layer(inputs: int) -> int:
-        """2x3 and 1x2 kernels, the vertical-to-horizontal link, the conditioning, the way back into the stream."""
-        return (2 * 3 + 1 * 2) * inputs * 2 * conv + (2 * conv) ** 2 + width * 2 * conv + conv * stream
+        """2x3 (with the link folded in) and 1x2 kernels, the conditioning, the way back into the stream."""
+        return (2 * 3 + 1 * 2) * inputs * 2 * conv + width * 2 * conv + conv * stream
 
     later_layers = (own.num_layers - 1) * (stream * conv + layer(conv))
     weights = attention + layer(24) + later_layers + stream * 3 * 2**3

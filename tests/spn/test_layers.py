@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spn.layers import (
@@ -20,6 +21,7 @@ from spn.layers import (
     ResidualBlock,
     SelfAttention,
     TransformerLayer,
+    _TableLookup,
     channel_groups,
     rgb_mask,
     timing_signal,
@@ -304,3 +306,17 @@ def test_intensity_embedding_has_a_table_for_each_colour(dtype, randomised):
         for colour in range(3):
             assert torch.equal(out[row, colour * 8 : colour * 8 + 8], tables[colour, int(values[row, colour])])
     assert layer.groups().tolist() == [0] * 8 + [1] * 8 + [2] * 8
+
+
+@pytest.mark.parametrize("num_values", [2, 8, 32])
+def test_gradient_of_the_table_lookup_is_that_of_an_embedding(num_values):
+    """What the GPU uses: values and gradients as of an ordinary embedding, whatever the number of rows divides by."""
+    for shape in ((3, 5, 7), (2, 512), (1,)):
+        tables = torch.randn(3, num_values, 8, dtype=torch.float64, requires_grad=True)
+        values = torch.randint(num_values, (*shape, 3))
+        rows = F.embedding(values + torch.arange(3) * num_values, tables.flatten(0, 1))
+        found = _TableLookup.apply(tables, values)
+        assert torch.equal(found, rows)
+        upstream = torch.randn_like(rows)
+        expected, actual = (torch.autograd.grad(out, tables, upstream)[0] for out in (rows, found))
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
