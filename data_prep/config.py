@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-SOURCES = ("auto", "ilsvrc_tar", "ilsvrc_folder", "folder")
+SOURCES = (
+    "auto",
+    "ilsvrc_tar",
+    "ilsvrc_folder",
+    "imagenet_oord",
+    "imagenet_box",
+    "webdataset",
+    "hf_parquet",
+    "celebahq",
+    "cifar10",
+    "folder",
+)
 CROPS = ("center", "squash", "random", "tiles")
 PROFILES = {"tf": ("fast", "truncate"), "accurate": ("accurate", "nearest")}  # DCT, rounding
 SPLITS = ("train", "valid", "test")

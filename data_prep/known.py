@@ -39,9 +39,7 @@ def check_id(config: DataConfig, source: str) -> None:
     family = re.split(r"[^a-z0-9_]", config.dataset)[0]
     wrong = family in _OWN_ID and source != family
     if source in _OWN_ID and family != source:
-        raise ValueError(
-            f"dataset is {config.dataset!r}; source {source} makes {source} (a part of it: {source}-part)"
-        )
+        raise ValueError(f"dataset is {config.dataset!r}; source {source} makes {source} (a part of it: {source}-part)")
     if wrong or (family == "imagenet_area" and source in _OWN_ID):
         raise ValueError(f"dataset is {config.dataset!r}; source {source} holds other pixels, give it another name")
 

@@ -67,7 +67,7 @@ def _draw_valid(config: DataConfig, items: list[Item], split_of: dict[str, str])
     given = set(split_of.values())
     if config.num_test_photos:
         raise ValueError(
-            f"num_test_photos is {config.num_test_photos}; the source is split already, leave it out or use split=by_photo"
+            f"num_test_photos is {config.num_test_photos}; the source is split already: leave it out, or split=by_photo"
         )
     train = [item.key for item in items if split_of[item.key] == "train"]
     if "valid" in given and config.num_valid_photos:
@@ -92,7 +92,8 @@ def _number(item: Item) -> int:
 def _glow(items: list[Item]) -> dict[str, str]:
     if len(items) <= NUM_GLOW_TEST:
         raise ValueError(f"split is 'glow'; it takes {NUM_GLOW_TEST} images for test, the source has {len(items)}")
-    ranked = sorted(items, key=lambda item: (_number(item), item.key))
+    # Rows of Parquet files are in order within a file; files have numbers of their own.
+    ranked = sorted(items, key=lambda item: (0 if item.block is not None else _number(item), item.key))
     return {item.key: "test" if i < NUM_GLOW_TEST else "train" for i, item in enumerate(ranked)}
 
 
@@ -127,8 +128,8 @@ def _from_file(config: DataConfig, root: str, items: list[Item]) -> dict[str, st
     missing = [item.key for item in items if item.key not in split_of]
     if missing or len(split_of) != len(items):
         first = f", such as {missing[0]}" if missing else ""
-        message = f"{config.split_file} names {len(split_of)} images, the source has {len(items)}, {len(missing)} without"
-        raise UnusableSource("split_mismatch", f"{message} a split{first}")
+        counts = f"{len(split_of)} images, the source has {len(items)}, {len(missing)} of them without a split"
+        raise UnusableSource("split_mismatch", f"{config.split_file} names {counts}{first}")
     return split_of
 
 

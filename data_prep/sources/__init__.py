@@ -10,7 +10,17 @@ import pathlib
 from types import ModuleType
 
 from data_prep.config import DataConfig
-from data_prep.sources import folder, ilsvrc_folder, ilsvrc_tar
+from data_prep.sources import (
+    celebahq,
+    cifar10,
+    folder,
+    hf_parquet,
+    ilsvrc_folder,
+    ilsvrc_tar,
+    imagenet_box,
+    imagenet_oord,
+    webdataset,
+)
 from data_prep.sources.item import Listing, Source, SourceFile
 from data_prep.sources.listing import IMAGE_SUFFIXES, hash_of, list_files
 from data_prep.sources.reading import Reader
@@ -22,6 +32,12 @@ BUILT_IN_PHOTOS = pathlib.Path(__file__).parents[1] / "demo_photos"
 _READERS: dict[str, ModuleType] = {
     "ilsvrc_tar": ilsvrc_tar,
     "ilsvrc_folder": ilsvrc_folder,
+    "imagenet_oord": imagenet_oord,
+    "imagenet_box": imagenet_box,
+    "webdataset": webdataset,
+    "hf_parquet": hf_parquet,
+    "celebahq": celebahq,
+    "cifar10": cifar10,
     "folder": folder,
 }
 
@@ -79,6 +95,8 @@ def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFi
     used = list(_READERS[name].used(listing, config))
     if not used:
         wanted = f"images ({', '.join(IMAGE_SUFFIXES)})" if name == "folder" else f"files of source {name}"
-        layout = "" if name == "folder" else f": {' '.join(_READERS[name].LAYOUT.split())}"
+        layout = f": {' '.join(_READERS[name].LAYOUT.split())}"
+        if name == "folder":
+            layout = " and no archives of a known layout (prepare_data.py --list-sources shows them)"
         raise ValueError(f"root is {listing.root!r}; the folder has no {wanted}{layout}")
     return name, used, why

@@ -39,13 +39,15 @@ def index(listing: Listing, config: DataConfig) -> Index:
             found.num_skipped += not ilsvrc_labels.is_label_file(file.path)
             continue
         with open_file(listing, file.path) as stream:
-            for member in members(stream, path=file.path):
+            cut = config.allow_truncated_archive
+            for member in members(stream, path=file.path, allow_truncated=cut):
                 if is_side_file(member.name):
                     found.num_skipped += 1
                 elif split == "train" and member.is_regular and member.name.endswith(".tar"):
                     synset = member.name.rpartition("/")[2].removesuffix(".tar")
                     where = f"{file.path}: {member.name}"
-                    for inner in members(stream, path=where, begin=member.offset, size=member.size):
+                    place = dict(begin=member.offset, size=member.size)
+                    for inner in members(stream, path=where, allow_truncated=cut, **place):
                         name = inner.name.rpartition("/")[2] if not _is_odd(inner) else inner.name
                         train.append((file.path, f"{synset}/{name}", inner))
                 else:

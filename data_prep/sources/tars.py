@@ -27,11 +27,14 @@ class Member:
     is_regular: bool  # no link, device or sparse file
 
 
-def members(stream: pa.NativeFile, *, path: str, begin: int = 0, size: int | None = None) -> Iterator[Member]:
+def members(
+    stream: pa.NativeFile, *, path: str, begin: int = 0, size: int | None = None, allow_truncated: bool = False
+) -> Iterator[Member]:
     """All members but folders, in their order. `begin` and `size`: where an inner archive lies in the stream.
 
     Raises UnusableSource (`path` is its name for people): not_an_archive; truncated_archive when it ends inside a
-    member or without the two zero blocks that end a tar, so that a short download never passes for a whole set.
+    member or without the zero blocks that end a tar, so that a short download never passes for a whole set; with
+    `allow_truncated` the members that are there are given instead.
     """
     size = stream.size() - begin if size is None else size
     window = io.BufferedReader(_Window(stream, begin, size), _BUFFER_BYTES)
@@ -43,14 +46,18 @@ def members(stream: pa.NativeFile, *, path: str, begin: int = 0, size: int | Non
     try:
         while (member := archive.next()) is not None:
             archive.members.clear()  # else a million headers stay in memory
+            if member.offset_data + member.size > size and allow_truncated:
+                return
             if not member.isdir():
                 is_regular = member.isreg() and not member.issparse()
                 yield Member(member.name, begin + member.offset_data, member.size, is_regular)
         window.seek(archive.offset)
         end = window.read(_BLOCK)
     except tarfile.TarError as error:
+        if allow_truncated:
+            return
         raise UnusableSource("truncated_archive", f"{path}: {error}") from None
-    if end != bytes(_BLOCK):
+    if end != bytes(_BLOCK) and not allow_truncated:
         raise UnusableSource("truncated_archive", f"{path}: it has no end mark after {archive.offset} bytes")
 
 

@@ -1,0 +1,170 @@
+"""Batches of raw pixels, (N, 3 * side * side) uint8 in planes with N labels: NumPy archives and Python pickles.
+
+Pixels that lie in the file as they are become ranges of bytes; only compressed or re-encoded ones are read as arrays.
+Pickles are read by an unpickler that can rebuild NumPy arrays and nothing else: no other function can be called.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from data_prep.sources.item import UnusableSource
+
+_ARRAY = "data.npy"
+_LABELS = ("labels.npy", "fine_labels.npy")
+
+
+@dataclass(frozen=True)
+class Batch:
+    num_rows: int
+    side: int  # pixels
+    labels: list[int] | None
+    offset: int | None  # of row 0 in the file; None: the rows have to be read with `read_rows`
+
+
+def read_batch(stream: pa.NativeFile, *, path: str) -> Batch:
+    """Raises UnusableSource: unsafe_pickle (also arrays of objects), shape_mismatch, corrupt_source_file."""
+    if path.endswith(".npz"):
+        return _read_npz(stream, path)
+    data = stream.read()
+    array, labels = _unpickle(data, path)
+    _check(array.shape, array.dtype, array.flags.c_contiguous, labels, path)
+    # Most writers leave an array's bytes in one piece; a protocol 2 pickle of Python 3 does not.
+    at = data.find(array[:1].tobytes()) if len(array) else -1
+    in_one_piece = 0 <= at <= len(data) - array.size and np.array_equal(
+        np.frombuffer(data, np.uint8, array.size, at), array.ravel()
+    )
+    return Batch(len(array), _side(array.shape[1]), labels, at if in_one_piece else None)
+
+
+def read_rows(stream: pa.NativeFile, *, path: str) -> np.ndarray:
+    """All rows as an array, for batches without an offset."""
+    if path.endswith(".npz"):
+        with zipfile.ZipFile(io.BufferedReader(stream)) as archive, archive.open(_ARRAY) as member:
+            return np.lib.format.read_array(member, allow_pickle=False)
+    return _unpickle(stream.read(), path)[0]
+
+
+def _read_npz(stream: pa.NativeFile, path: str) -> Batch:
+    try:
+        with zipfile.ZipFile(io.BufferedReader(stream)) as archive:
+            info = archive.getinfo(_ARRAY)
+            with archive.open(info) as member:
+                shape, fortran, dtype = _npy_header(member)
+                header = member.tell()
+                labels_name = next((name for name in _LABELS if name in archive.namelist()), None)
+                labels = None
+                if labels_name is not None:
+                    with archive.open(labels_name) as labels_member:
+                        labels = _as_labels(np.lib.format.read_array(labels_member, allow_pickle=False), path)
+                _check(shape, dtype, not fortran, labels, path)
+                while member.read(1 << 22):  # to the end: zipfile compares the checksum there
+                    pass
+            offset = None
+            if info.compress_type == zipfile.ZIP_STORED:
+                offset = _member_offset(stream, info) + header
+    except KeyError:
+        raise UnusableSource("shape_mismatch", f"{path}: it has no array called data") from None
+    except zipfile.BadZipFile as error:
+        raise UnusableSource("corrupt_source_file", f"{path}: {error}") from None
+    except ValueError as error:
+        if isinstance(error, UnusableSource):
+            raise
+        reason = "unsafe_pickle" if "allow_pickle" in str(error) else "corrupt_source_file"
+        raise UnusableSource(reason, f"{path}: {error}") from None
+    return Batch(shape[0], _side(shape[1]), labels, offset)
+
+
+def _npy_header(member: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
+    version = np.lib.format.read_magic(member)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+    if read is None:
+        raise ValueError(f"arrays of format {version} are not known")
+    return read(member)
+
+
+def _member_offset(stream: pa.NativeFile, info: zipfile.ZipInfo) -> int:
+    """Where a stored member's bytes begin; the local header may have other extra fields than the directory."""
+    header = stream.read_at(30, info.header_offset)
+    return info.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+
+
+def _check(shape: tuple, dtype: np.dtype, contiguous: bool, labels: list[int] | None, path: str) -> None:
+    if dtype.hasobject:
+        raise UnusableSource("unsafe_pickle", f"{path}: data is an array of objects")
+    if len(shape) != 2 or dtype != np.uint8 or not contiguous or _side(shape[1]) is None:
+        message = f"{path}: data is {dtype} {shape}; it must be uint8, one row of 3 square planes for each image"
+        raise UnusableSource("shape_mismatch", message)
+    if labels is not None and len(labels) != shape[0]:
+        raise UnusableSource("shape_mismatch", f"{path}: {shape[0]} images and {len(labels)} labels")
+
+
+def _side(columns: int) -> int | None:
+    side = math.isqrt(columns // 3)
+    return side if side and side * side * 3 == columns else None
+
+
+def _as_labels(values: Any, path: str) -> list[int]:
+    array = np.asarray(values)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise UnusableSource("shape_mismatch", f"{path}: labels are {array.dtype} {array.shape}; they must be numbers")
+    return array.tolist()
+
+
+def _unpickle(data: bytes, path: str) -> tuple[np.ndarray, list[int] | None]:
+    try:
+        found = _ArrayUnpickler(io.BytesIO(data), encoding="latin1").load()
+    except UnusableSource as error:
+        raise UnusableSource(error.reason, f"{path}: {error.message}") from None
+    except Exception as error:  # a damaged pickle can fail in many ways; none of them runs foreign code
+        raise UnusableSource("corrupt_source_file", f"{path}: {type(error).__name__}: {error}") from None
+    found = {key.decode() if isinstance(key, bytes) else key: value for key, value in dict(found).items()}
+    if not isinstance(found.get("data"), np.ndarray):
+        raise UnusableSource("shape_mismatch", f"{path}: it has no array called data")
+    return found["data"], _as_labels(found["labels"], path) if "labels" in found else None
+
+
+def _latin1(text: str, encoding: str = "latin1") -> bytes:
+    if encoding != "latin1":
+        raise UnusableSource("unsafe_pickle", f"encoding {encoding!r}")
+    return text.encode("latin1")
+
+
+def _reconstruct(kind: type, shape: tuple, code: bytes) -> np.ndarray:
+    if kind is not np.ndarray:
+        raise UnusableSource("unsafe_pickle", f"an array of type {kind!r}")
+    return np.ndarray.__new__(np.ndarray, shape, np.uint8)
+
+
+def _frombuffer(buffer: bytes, dtype: np.dtype, shape: tuple, order: str) -> np.ndarray:
+    return np.frombuffer(buffer, dtype).reshape(shape, order=order)
+
+
+def _scalar(dtype: np.dtype, data: bytes) -> np.generic:
+    return np.frombuffer(data, dtype)[0]
+
+
+_ALLOWED: dict[tuple[str, str], Callable] = {
+    ("_codecs", "encode"): _latin1,
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+    **{(f"{package}.multiarray", "_reconstruct"): _reconstruct for package in ("numpy.core", "numpy._core")},
+    **{(f"{package}.multiarray", "scalar"): _scalar for package in ("numpy.core", "numpy._core")},
+    **{(f"{package}.numeric", "_frombuffer"): _frombuffer for package in ("numpy.core", "numpy._core")},
+}
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Callable:
+        if (module, name) not in _ALLOWED:
+            raise UnusableSource("unsafe_pickle", f"it wants to call {module}.{name}; only NumPy arrays are allowed")
+        return _ALLOWED[module, name]

@@ -1,0 +1,81 @@
+"""`hf_parquet`: Hugging Face's Parquet files with encoded images, column `image: struct<bytes, path>`, maybe `label`.
+
+The raw bytes are read, not what a decoder of theirs makes of them (it applies EXIF rotation). A key is file and row.
+Label -1 (test images without labels) becomes null. The split is that of the file's name; of ImageNet, validation is
+the test split and the unlabelled test images are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_prep.config import DataConfig
+from data_prep.sources.item import Index, Item, Listing, SourceFile, UnusableSource
+from data_prep.sources.listing import open_file
+from data_prep.sources.names import UNUSED, check_series, split_of
+
+LAYOUT = "train-00000-of-00294.parquet, ... with column image (bytes and path of a file) and maybe label"
+COUNT = "any"
+
+IMAGE_COLUMNS = ("image", "img")
+
+
+def recognise(listing: Listing, config: DataConfig, *, column: str = "image") -> str | None:
+    first = next(used(listing, config), None)
+    if first is None:
+        return None
+    try:
+        with open_file(listing, first.path) as stream:
+            found = image_column(pq.read_schema(stream))
+    except (pa.ArrowInvalid, OSError):
+        return f"it has {first.path}" if column == "image" else None  # damaged: said when it is read
+    return f"{first.path} has the column {column}" if found == column else None
+
+
+def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
+    return (file for file in listing.files if file.path.endswith(".parquet"))
+
+
+def index(listing: Listing, config: DataConfig) -> Index:
+    found = Index()
+    paths = [file.path for file in used(listing, config)]
+    found.num_skipped = len(listing.files) - len(paths)
+    check_series(paths)
+    for path in paths:
+        split = split_of(path, config)
+        if split == UNUSED:
+            found.num_skipped += 1
+            continue
+        try:
+            with open_file(listing, path) as stream, pq.ParquetFile(stream) as file:
+                _add_rows(found, file, path, split)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise UnusableSource("corrupt_source_file", f"{path}: {error}") from None
+    return found
+
+
+def _add_rows(found: Index, file: pq.ParquetFile, path: str, split: str | None) -> None:
+    if image_column(file.schema_arrow) is None:
+        message = f"{path} has no column {' or '.join(IMAGE_COLUMNS)} of bytes and path"
+        raise UnusableSource("missing_column", message)
+    has_label = "label" in file.schema_arrow.names
+    number = 0
+    for block in range(file.num_row_groups):
+        num_rows = file.metadata.row_group(block).num_rows
+        labels = file.read_row_group(block, ["label"]).column(0).to_pylist() if has_label else [None] * num_rows
+        for row, label in enumerate(labels):
+            key = f"{path}#{number:07d}"
+            item = Item(key, path, 0, block=block, row=row, label=None if label == -1 else label, split=split)
+            found.items.append(item)
+            number += 1
+
+
+def image_column(schema: pa.Schema) -> str | None:
+    for name in IMAGE_COLUMNS:
+        field = schema.field(name) if name in schema.names else None
+        if field is not None and pa.types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0:
+            return name
+    return None

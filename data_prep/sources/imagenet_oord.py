@@ -1,0 +1,62 @@
+"""`imagenet_oord`: ImageNet as van den Oord et al. (2016) made it smaller, 32 or 64 pixels, PNG, no labels.
+
+The images of the Subscale Pixel Networks paper's tables 1 and 3. Their validation images are the test split here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from data_prep.config import DataConfig
+from data_prep.sources.downsampled import choose_side
+from data_prep.sources.item import Index, Item, Listing, SourceFile
+from data_prep.sources.listing import is_image_name, open_file
+from data_prep.sources.tars import add_member, is_side_file, members
+
+LAYOUT = "train_32x32.tar and valid_32x32.tar, or train_64x64.tar and valid_64x64.tar, or folders of these names"
+COUNT = "1,281,149 train and 49,999 test (valid) images, without labels"
+
+_NAME = re.compile(r"(?:^|/)(?P<split>train|valid)_(?P<side>\d+)x(?P=side)(?:\.tar$|/)")
+_SPLITS = {"train": "train", "valid": "test"}
+
+
+def recognise(listing: Listing, config: DataConfig) -> str | None:
+    return next((f"it has {file.path}" for file in listing.files if _match(file)), None)
+
+
+def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
+    return (file for file in listing.files if _match(file))
+
+
+def index(listing: Listing, config: DataConfig) -> Index:
+    matches = {file.path: (file, match) for file in listing.files if (match := _match(file))}
+    sides = {path: int(match["side"]) for path, (_, match) in matches.items()}
+    found = Index(side=choose_side(sides, config, source="imagenet_oord"))
+    seen: set[str] = set()
+    for path, (file, match) in matches.items():
+        if sides[path] != found.side:
+            continue
+        if not path.endswith(".tar"):
+            found.items.append(Item(_key(match["split"], path), path, file.size, split=_SPLITS[match["split"]]))
+            continue
+        with open_file(listing, path) as stream:
+            for member in members(stream, path=path, allow_truncated=config.allow_truncated_archive):
+                if member.is_regular and (is_side_file(member.name) or not is_image_name(member.name)):
+                    found.num_skipped += 1
+                    continue
+                key = _key(match["split"], member.name)
+                item = Item(key, path, member.size, offset=member.offset, split=_SPLITS[match["split"]])
+                add_member(found, member, item, seen=seen)
+    found.num_skipped += len(listing.files) - len(matches)
+    return found
+
+
+def _match(file: SourceFile) -> re.Match | None:
+    match = _NAME.search(file.path)
+    return match if file.path.endswith(".tar") or is_image_name(file.path) else None
+
+
+def _key(split: str, name: str) -> str:
+    """The same for a member of the tar, which has the folder in its name or not, and for an extracted file."""
+    return f"{split}/{name.rpartition('/')[2]}"

@@ -1,0 +1,141 @@
+"""`webdataset`: tars of samples, files of one sample with the same name up to the first dot, side by side.
+
+    000123.jpg  000123.cls      an image and its class as a number; or 000123.json with "cls" or "label"
+
+Where any sample has a label, one without is an error of the source (missing_label). A key is tar and sample.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from data_prep.config import DataConfig
+from data_prep.sources.item import Index, Item, Listing, SourceFile, UnusableSource
+from data_prep.sources.listing import is_image_name, open_file
+from data_prep.sources.names import UNUSED, check_series, split_of
+from data_prep.sources.tars import Member, add_member, is_side_file, is_unsafe, members
+
+LAYOUT = "train-000000.tar, ... with 000123.jpg and maybe 000123.cls or .json side by side"
+COUNT = "any"
+
+_LABELS = ("cls", "json")
+_JSON_KEYS = ("cls", "label")
+
+
+@dataclass
+class _Sample:
+    key: str
+    image: Member | None = None
+    first: Member | None = None  # what stands for a sample without an image
+    label: int | None = None
+    has_label: bool = False
+    problem: tuple[str, str] | None = None
+    names: set[str] = field(default_factory=set)
+
+
+def recognise(listing: Listing, config: DataConfig) -> str | None:
+    """A tar whose first members are files of one sample: the same name, an image and something else."""
+    first = next(used(listing, config), None)
+    if first is None:
+        return None
+    names = []
+    try:
+        with open_file(listing, first.path) as stream:
+            for member in members(stream, path=first.path, allow_truncated=True):
+                names.append(member.name)
+                if len(names) == 3:
+                    break
+    except UnusableSource:
+        return None
+    stems = [_stem(name) for name in names]
+    if len(set(names[:2])) < 2 or stems[0] != stems[1] or not any(map(is_image_name, names[:2])):
+        return None
+    return f"{first.path} has {names[0]} and {names[1]} side by side"
+
+
+def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
+    return (file for file in listing.files if file.path.endswith(".tar"))
+
+
+def index(listing: Listing, config: DataConfig) -> Index:
+    found, samples = Index(), []
+    paths = [file.path for file in used(listing, config)]
+    found.num_skipped = len(listing.files) - len(paths)
+    check_series(path.removesuffix(".tar") for path in paths)
+    for path in paths:
+        split = split_of(path, config)
+        if split == UNUSED:
+            found.num_skipped += 1
+            continue
+        with open_file(listing, path) as stream:
+            samples += [(path, split, sample) for sample in _samples(found, stream, path, config)]
+    labelled = any(sample.has_label for _, _, sample in samples)
+    seen: set[str] = set()
+    for path, split, sample in samples:
+        _add(found, path, split, sample, labelled, seen)
+    return found
+
+
+def _samples(found: Index, stream: pa.NativeFile, path: str, config: DataConfig) -> Iterator[_Sample]:
+    sample: _Sample | None = None
+    for member in members(stream, path=path, allow_truncated=config.allow_truncated_archive):
+        if is_side_file(member.name):
+            found.num_skipped += 1
+            continue
+        stem = _stem(member.name)
+        suffix = member.name[len(stem) + 1 :].lower()
+        if sample is None or sample.key != f"{path}/{stem}" or suffix in sample.names:
+            if sample is not None:
+                yield sample
+            sample = _Sample(f"{path}/{stem}", first=member)
+        sample.names.add(suffix)
+        if is_image_name(member.name):
+            sample.image = member
+        elif suffix in _LABELS and member.is_regular:
+            _read_label(sample, suffix, stream.read_at(member.size, member.offset))
+    if sample is not None:
+        yield sample
+
+
+def _read_label(sample: _Sample, suffix: str, data: bytes) -> None:
+    try:
+        if suffix == "json":
+            fields = json.loads(data)
+            value = next((fields[key] for key in _JSON_KEYS if key in fields), None)
+            if value is None:
+                return  # a description without a class
+        else:
+            value = data.decode().strip()
+        sample.has_label = True
+        sample.label = int(value)
+    except (ValueError, TypeError, UnicodeDecodeError):
+        sample.has_label = True
+        sample.problem = ("bad_label", f"its label is {data[:40]!r}, no number")
+
+
+def _add(found: Index, path: str, split: str | None, sample: _Sample, labelled: bool, seen: set[str]) -> None:
+    member = sample.image or sample.first
+    label = sample.label if sample.problem is None else None
+    item = Item(sample.key, path, member.size, offset=member.offset, label=label, split=split)
+    if sample.key in seen:
+        found.reject(item, "duplicate_name", f"{sample.key} occurs more than once; the first one is used")
+    elif not member.is_regular or is_unsafe(member.name):
+        add_member(found, member, item, seen=seen)
+    elif sample.image is None:
+        found.reject(item, "missing_image", f"the sample has only {', '.join(sorted(sample.names))}")
+    elif sample.problem is not None:
+        found.reject(item, *sample.problem)
+    elif labelled and not sample.has_label:
+        found.reject(item, "missing_label", "the sample has no label, others have")
+    else:
+        add_member(found, member, item, seen=seen)
+    seen.add(sample.key)
+
+
+def _stem(name: str) -> str:
+    folder, slash, base = name.rpartition("/")
+    return folder + slash + base.partition(".")[0]

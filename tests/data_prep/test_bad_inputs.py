@@ -1,0 +1,148 @@
+"""Each damaged or hostile file is treated as written down: what is done, and the reason code.
+
+pytest tests/data_prep/test_bad_inputs.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import pickle
+import shutil
+import tarfile
+from collections import Counter
+
+import pytest
+
+from data_prep import images, sources
+from data_prep.config import DataConfig
+from data_prep.plan import make_plan, num_duplicates
+from data_prep.shard import write_shard
+from data_prep.sources.item import UnusableSource
+
+FOLDER = pathlib.Path(__file__).parents[2].parent / "shared" / "bad_inputs"
+CASES = json.loads((FOLDER / "expected.json").read_text())["cases"] if FOLDER.is_dir() else []
+
+# Names under which a source's reader looks for its files; what is not here keeps its name.
+NAMES = {
+    "train_ok.tar": "ILSVRC2012_img_train.tar",
+    "train_traversal.tar": "ILSVRC2012_img_train.tar",
+    "train_duplicates.tar": "ILSVRC2012_img_train.tar",
+    "train_truncated.tar": "ILSVRC2012_img_train.tar",
+    "not_a_tar.tar": "ILSVRC2012_img_train.tar",
+    "val_labels_short.txt": "ILSVRC2012_validation_ground_truth.txt",
+    "evil_train_data_batch_1": "train_data_batch_1",
+    "object_array.npz": "train_data_batch_1.npz",
+    "imagenet32_ok.npz": "train_data_batch_1.npz",
+    "imagenet32_badshape.npz": "train_data_batch_1.npz",
+}
+
+
+def prepared(case: dict, root: pathlib.Path) -> DataConfig:
+    """A source with nothing but the case, and a config that builds all of it."""
+    root.mkdir()
+    shutil.copy(FOLDER / case["file"], root / NAMES.get(case["file"], case["file"]))
+    dataset = "imagenet_box-part" if "data_batch_1" in NAMES.get(case["file"], "") else "cases"
+    if case["action"] == "skip":
+        shutil.copy(FOLDER / "ok_baseline.JPEG", root)
+    if case["file"] == "val_labels_short.txt":
+        with tarfile.open(root / "ILSVRC2012_img_val.tar", "w") as tar:
+            for i in (1, 2):
+                tar.add(FOLDER / "ok_baseline.JPEG", f"ILSVRC2012_val_{i:08d}.JPEG")
+    return DataConfig(
+        dataset=dataset, root=str(root), image_size=32, resolutions=[32], bits=[8], max_quarantine_fraction=1
+    )
+
+
+def outcome(config: DataConfig, out: pathlib.Path) -> tuple[int, Counter, Counter, int]:
+    """(rows, conversions, quarantine by reason, images with the content of another) of all shards, without Ray."""
+    plan = make_plan(config, sources.find(config))
+    rows, conversions, contents = 0, Counter(), [plan.contents]
+    reasons = Counter(record["reason"] for record in plan.rejected + plan.quarantine)
+    for shard in plan.shards:
+        task = {"shard": pickle.dumps(shard)}
+        text = write_shard(task, config=config, root=str(config.root), out=str(out), plan_hash=plan.hash)["sidecar"]
+        sidecar = json.loads(text)
+        rows += sidecar["num_rows"]
+        conversions.update(sidecar["conversions"])
+        reasons.update(record["reason"] for record in sidecar["quarantine"])
+        contents.append(sidecar["contents"])
+    return rows, conversions, reasons, num_duplicates(contents)
+
+
+@pytest.mark.parametrize("case", CASES or [None], ids=[case["file"] for case in CASES] or ["absent"])
+def test_case_gets_its_action_and_reason(case: dict | None, tmp_path: pathlib.Path):
+    if case is None:
+        pytest.skip("the folder with damaged files is not here")
+    config = prepared(case, tmp_path / "raw")
+    if case["action"] == "abort":
+        with pytest.raises(UnusableSource) as error:
+            make_plan(config, sources.find(config))
+        assert error.value.reason == case["reason"]
+        return
+    rows, conversions, reasons, duplicates = outcome(config, tmp_path / "set")
+    expect = case.get("expect", {})
+    if case["action"] in ("accept", "convert"):
+        assert rows >= 1 and not reasons
+        assert case["reason"] is None or conversions[case["reason"]] == rows
+    elif case["action"] == "skip":
+        assert rows == 1 and not reasons
+        assert sources.find(config).skipped == {case["reason"]: 1}
+    elif expect:
+        assert rows == expect["accepted"] and reasons == expect["quarantined"]
+        assert duplicates == expect.get("duplicate_content", duplicates)
+    else:
+        assert rows == 0 and reasons == {case["reason"]: 1}
+
+
+def test_there_are_fifty_cases_and_every_flag_is_known():
+    if not CASES:
+        pytest.skip("the folder with damaged files is not here")
+    assert len(CASES) == 50
+    flags = {case["reason"] for case in CASES if case["action"] in ("accept", "convert")} - {None}
+    assert flags <= set(images.CONVERSIONS)
+
+
+def test_label_minus_one_is_null_and_labels_reach_the_rows(shared: pathlib.Path, tmp_path: pathlib.Path):
+    by_file = {case["file"]: case for case in CASES}
+    config = prepared(by_file["hf_bad_rows.parquet"], tmp_path / "raw")
+    assert [item.label for item in sources.find(config).items] == [0, 1, 2, 3, None]
+    config = prepared(by_file["train_ok.tar"], tmp_path / "tar")
+    found = sources.find(config)
+    assert [item.key for item in found.items] == sorted(item.key for item in found.items)
+    assert {item.label for item in found.items} == {0} and len(found.items) == 2
+    with sources.Reader(found.root) as reader:
+        assert all(images.decode(reader.read(item), profile="tf").pixels.size for item in found.items)
+
+
+def test_strict_jpeg_and_min_side_turn_acceptance_into_quarantine(shared: pathlib.Path, tmp_path: pathlib.Path):
+    by_file = {case["file"]: case for case in CASES}
+    for name, change, reason in [
+        ("corrupt_entropy.JPEG", {"strict_jpeg": True}, "corrupt_data"),
+        ("ok_extreme_aspect.JPEG", {"min_side": 4}, "too_small"),
+        ("ok_1x1.png", {"allow_upscaling": False}, "too_small"),
+    ]:
+        config = dataclasses.replace(prepared(by_file[name], tmp_path / name), **change)
+        assert outcome(config, tmp_path / f"{name}-set")[2] == {reason: 1}
+
+
+def test_a_tar_that_is_cut_off_can_be_allowed(shared: pathlib.Path, tmp_path: pathlib.Path):
+    (case,) = (case for case in CASES if case["file"] == "train_truncated.tar")
+    config = dataclasses.replace(prepared(case, tmp_path / "raw"), allow_truncated_archive=True)
+    rows, _, reasons, _ = outcome(config, tmp_path / "set")
+    assert rows == 1 and not reasons
+
+
+def test_nothing_is_called_by_an_evil_pickle(shared: pathlib.Path, tmp_path: pathlib.Path, capsys):
+    (case,) = (case for case in CASES if case["file"] == "evil_train_data_batch_1")
+    config = prepared(case, tmp_path / "raw")
+    with pytest.raises(UnusableSource, match="builtins.print"):
+        sources.find(config)
+    assert "EXECUTED" not in capsys.readouterr().out
+
+
+def test_bombs_are_refused_from_the_header(shared: pathlib.Path):
+    for name in ("bomb.png", "bomb_header.JPEG"):
+        with pytest.raises(images.UnusableImage, match="decompression_bomb"):
+            images.header_size((FOLDER / name).read_bytes())
