@@ -13,6 +13,7 @@ import atexit
 import collections
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -305,7 +306,7 @@ def ui_command(uri: str) -> str:
     """The line that opens the MLflow UI on this machine; for a server, its address."""
     if uri.startswith(("http://", "https://")):
         return f"{uri}/?workflowType=machine_learning"
-    return f"mlflow ui --backend-store-uri {uri} --host 127.0.0.1 --port 5000"
+    return f"{sys.executable} -m mlflow ui --backend-store-uri {uri} --host 127.0.0.1 --port 5000"
 
 
 def compare_link(base: str, *, run_ids: Iterable[str], experiment_id: str) -> str:

@@ -1,6 +1,6 @@
 """A training that is killed goes on from its last checkpoint, and ends with the very weights of an unbroken run.
 
-    python -m pytest tests/pipelines/test_resume.py
+python -m pytest tests/pipelines/test_resume.py
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def wait_for_step(storage: Path, step: int, process: subprocess.Popen[str]) -> N
 
 
 def train_workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [p for p in psutil.Process(process.pid).children(recursive=True) if "RayTrainWorker" in " ".join(p.cmdline())]
+    return [
+        p for p in psutil.Process(process.pid).children(recursive=True) if "RayTrainWorker" in " ".join(p.cmdline())
+    ]
 
 
 def weights(storage: Path) -> dict[str, str]:

@@ -234,7 +234,7 @@ def test_the_database_lies_on_a_local_disk(tmp_path: Path, monkeypatch: pytest.M
 
 def test_commands_and_links() -> None:
     assert ui_command("sqlite:////runs/demo/mlflow.db").startswith(
-        "mlflow ui --backend-store-uri sqlite:////runs/demo/mlflow.db --host 127.0.0.1"
+        f"{sys.executable} -m mlflow ui --backend-store-uri sqlite:////runs/demo/mlflow.db --host 127.0.0.1"
     )
     link = compare_link("http://127.0.0.1:5000", run_ids=["a", "b"], experiment_id="1")
     assert link.endswith("#/compare-runs?runs=%5B%22a%22%2C%22b%22%5D&experiments=%5B%221%22%5D")
