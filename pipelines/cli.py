@@ -1,6 +1,7 @@
 """The command line that all entry points share.
 
     --config NAME|FILE  --dry-run  --only NODE,...  --rerun NODE,...  --keep NODE,...  key.sub=value ...
+    prepare_data.py alone: --list-sources
 
 Arguments, config and node names are checked before anything heavy is imported, so that a mistake is answered at once.
 Exit codes: 0 done, 1 a node failed, 2 unusable arguments or config (one line on stderr), 130 interrupted.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -74,8 +76,13 @@ def _main(argv: Sequence[str] | None, *, prog: str, only: tuple[str, ...], choos
         parser.add_argument("--only", action="append", default=[], metavar="NODE,...", help="run no other nodes")
     for option, text in (("--rerun", "run again although up to date"), ("--keep", "keep the output, whatever changed")):
         parser.add_argument(option, action="append", default=[], metavar="NODE,...", help=text)
+    if only == ("prepare_data",):
+        parser.add_argument("--list-sources", action="store_true", help="print what raw images can be read, and stop")
     parser.add_argument("--dry-run", action="store_true", help="print config and plan, run nothing")
     arguments = parser.parse_intermixed_args(argv)
+    if getattr(arguments, "list_sources", False):
+        print(_sources_text())
+        return 0
     config = load(arguments.config, arguments.overrides)
     if choose_stage:
         only = (f"train_{_known_stage(config, arguments.stage)}",)
@@ -83,6 +90,16 @@ def _main(argv: Sequence[str] | None, *, prog: str, only: tuple[str, ...], choos
         only = _names("--only", arguments.only)
     rerun, keep = _names("--rerun", arguments.rerun), _names("--keep", arguments.keep)
     return start(config, only=only, rerun=rerun, keep=keep, dry_run=arguments.dry_run)
+
+
+def _sources_text() -> str:
+    from data_prep.sources import describe  # imports the readers of all formats
+
+    lines = []
+    for name, layout, count in describe():
+        wrapped = textwrap.wrap(layout, 96, break_on_hyphens=False)
+        lines += [f"data.source={name}", *(f"    {line}" for line in wrapped), f"    expected: {count}", ""]
+    return "\n".join([*lines, "data.source=auto (the default) recognises them by the names of their files."])
 
 
 def _names(option: str, values: Sequence[str]) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """The node prepare_data alone: raw photos to Parquet at each resolution and bit depth.
 
 python pipelines/prepare_data.py [--config NAME|FILE] [--dry-run] [key.sub=value ...]
+python pipelines/prepare_data.py --list-sources
 """
 
 from __future__ import annotations

@@ -270,3 +270,17 @@ def test_exit_codes_of_a_start(
 
     code, out, _ = command(full_multidim.main, "--only", "third", "--rerun", "third")
     assert code == 0 and "third executed: " in out and "first executed" not in out
+
+
+# ---- what can be read ----------------------------------------------------------------------------------------------
+
+
+def test_sources_are_listed_without_a_config(command: Command, handed_on: dict[str, Any]) -> None:
+    from data_prep.config import SOURCES
+
+    code, out, err = command(prepare_data.main, "--list-sources")
+    assert (code, err, handed_on) == (0, "", {})
+    for name in SOURCES:
+        assert f"data.source={name}" in out
+    assert out.count("expected:") == len(SOURCES) - 1  # auto has no layout of its own
+    assert command(full_multidim.main, "--list-sources")[0] == 2

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from data_prep import known
 from pipelines import config as configs
 from pipelines.config import (
     load,
@@ -60,6 +61,25 @@ def test_presets_of_the_paper_have_its_slices_and_optimiser(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "dataset", "source"),
+    [
+        ("imagenet32", "imagenet_oord", "imagenet_oord"),
+        ("imagenet64", "imagenet_oord", "imagenet_oord"),
+        ("imagenet128", "imagenet_area", "auto"),
+        ("imagenet256", "imagenet_area", "auto"),
+        ("celebahq256", "celebahq", "celebahq"),
+        ("cifar10", "cifar10", "cifar10"),
+    ],
+)
+def test_presets_name_the_data_set_that_their_source_makes(name: str, dataset: str, source: str) -> None:
+    data = load(name).data
+    assert (data.dataset, data.source) == (dataset, source) and dataset in known.COUNTS
+    assert data.num_valid_photos > 0 and data.num_test_photos == 0  # the sources have test splits of their own
+    if source != "auto":
+        known.check_id(data, source)
+
+
+@pytest.mark.parametrize(
     ("name", "rate", "batch_size"),
     [
         ("imagenet32", 1e-4, 1024),
@@ -81,7 +101,7 @@ def test_rates_and_batches_of_table_4(name: str, rate: float, batch_size: int) -
 DEMO_MAY_CHANGE = {
     "name",
     *(f"data.{key}" for key in ("dataset", "root", "crop", "tile_size", "tile_stride", "num_valid_photos")),
-    *(f"data.{key}" for key in ("num_test_photos", "rows_per_shard", "row_group_rows")),
+    *(f"data.{key}" for key in ("num_test_photos", "rows_per_shard", "row_group_rows", "source", "resolutions")),
     *(f"model.decoder.{key}" for key in ("num_layers", "conv_channels", "residual_channels", "num_attn_layers")),
     *(f"model.decoder.{key}" for key in ("num_attn_heads", "attn_head_dim", "num_memory_rows")),
     *(f"model.embedder.{key}" for key in ("num_conv_layers", "conv_channels", "residual_channels", "num_attn_layers")),
