@@ -1,4 +1,4 @@
-"""A data set on disk: what the columns mean, how a shard is written, how a finished data set is read and checked.
+"""A data set on disk: what the columns mean, how a shard is written, how a finished data set is read.
 
     <data set>/res=<R>/bits=<B>/<split>-00000-of-00003.parquet    same rows in the same order for every R and B
     <data set>/quarantine.parquet                                 images that could not be used, with the reason
@@ -278,60 +278,3 @@ def read_shard(uri: str, shard: Shard, *, row_group: int | None = None, columns:
         if row_group is None:
             return parquet.read(columns=columns, use_threads=False)
         return parquet.read_row_group(row_group, columns=columns, use_threads=False)
-
-
-def verify(uri: str) -> list[str]:
-    """Reads everything and returns what is wrong, one line each; empty for an intact data set.
-
-    Checks sizes, sha256, page checksums, columns, row counts, the same keys in every resolution and depth, each key
-    once, the keys' hash, and that every lower depth is 8-bit pixels >> (8 - bits).
-    """
-    dataset = open_dataset(uri)
-    manifest, problems = dataset.manifest, []
-    filesystem, folder = files.locate(uri)
-    for path, sha256 in [(s.path, s.sha256) for s in manifest.shards] + [(QUARANTINE, manifest.quarantine_sha256)]:
-        if not files.exists(filesystem, f"{folder}/{path}"):
-            problems.append(f"{path}: missing")
-        elif files.digest(filesystem, f"{folder}/{path}")[1] != sha256:
-            problems.append(f"{path}: sha256 differs from the manifest")
-    if problems:
-        return problems
-    for split, num_images in manifest.num_images.items():
-        keys: list[str] = []
-        resolutions = manifest.config["resolutions"]
-        indices = sorted({shard.index for shard in manifest.shards if shard.split == split})
-        for index in indices:
-            shard_keys = None
-            for resolution in resolutions:
-                shard_keys = _verify_shard(dataset, split, index, resolution, shard_keys, problems)
-            keys += shard_keys or []
-        if len(keys) != num_images:
-            problems.append(f"{split}: {len(keys)} rows, {num_images} in the manifest")
-        if len(set(keys)) != len(keys):
-            problems.append(f"{split}: a key occurs twice")
-        if keys_hash(keys) != manifest.split_hashes[split]:
-            problems.append(f"{split}: the keys are not those of the manifest")
-    return problems
-
-
-def _verify_shard(
-    dataset: Dataset, split: str, index: int, resolution: int, keys: list[str] | None, problems: list[str]
-) -> list[str]:
-    """Compares all depths of one shard at one resolution; returns its keys."""
-    depths = sorted(dataset.manifest.config["bits"], reverse=True)  # 8 first: the others are compared with it
-    full = None
-    for bits in depths:
-        shard = dataset.shards(resolution=resolution, bits=bits, split=split)[index]
-        table = read_shard(dataset.uri, shard)
-        if not table.schema.equals(schema(resolution)):
-            problems.append(f"{shard.path}: columns are {table.schema.names} of other types than this version writes")
-        if table.num_rows != shard.num_rows:
-            problems.append(f"{shard.path}: {table.num_rows} rows, {shard.num_rows} in the manifest")
-        found = table.column("key").to_pylist()
-        keys = found if keys is None else keys
-        if found != keys:
-            problems.append(f"{shard.path}: keys differ from the other resolutions and depths")
-        full = pixels(table) if full is None else full
-        if not np.array_equal(pixels(table), images.low_depth(full, bits)):
-            problems.append(f"{shard.path}: pixels are not the 8-bit ones >> {8 - bits}")
-    return keys or []

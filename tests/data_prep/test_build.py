@@ -14,9 +14,10 @@ import pytest
 from data_prep import images, sources
 from data_prep.build import TooManyUnusable, build
 from data_prep.config import DataConfig
-from data_prep.parquet import open_dataset, pixels, verify
+from data_prep.parquet import open_dataset, pixels
 from data_prep.plan import make_plan
 from data_prep.splits import split_photos
+from data_prep.verify import verify
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

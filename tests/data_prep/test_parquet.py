@@ -22,7 +22,6 @@ from data_prep.parquet import (
     pixels,
     schema,
     shard_path,
-    verify,
 )
 
 NUM_ROWS, SIDES, BITS = 23, [8, 4], [3, 8]
@@ -87,7 +86,6 @@ def test_round_trip_at_every_resolution_and_depth(tmp_path: pathlib.Path):
             assert shard.row_group_rows == [10, 10, 3]
     only_keys = dataset.read(resolution=8, bits=8, split="train", columns=["key"])
     assert only_keys.column_names == ["key"]
-    assert verify(str(tmp_path)) == []
 
 
 def test_file_has_zstd_checksums_and_no_images_in_its_footer(tmp_path: pathlib.Path):
@@ -156,9 +154,9 @@ def test_failure_in_one_file_leaves_none(tmp_path: pathlib.Path, monkeypatch: py
     class Full(pq.ParquetWriter):
         def __init__(self, *arguments: object, **options: object) -> None:
             opened.append(self)
-            super().__init__(*arguments, **options)
             if when == "open" and len(opened) == 3:
                 raise OSError("disk full")
+            super().__init__(*arguments, **options)
 
         def write_table(self, table: pa.Table, **options: object) -> None:
             if self is opened[2] and table.num_rows < 10:  # the last row group is written when the block ends
@@ -171,48 +169,3 @@ def test_failure_in_one_file_leaves_none(tmp_path: pathlib.Path, monkeypatch: py
     with pytest.raises(OSError, match="disk full"):
         write(tmp_path)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-@pytest.mark.parametrize("damage", ["flip", "missing", "unlisted"])
-def test_verify_sees_damage(tmp_path: pathlib.Path, damage: str):
-    write(tmp_path)
-    path = tmp_path / shard_path(resolution=4, bits=3, split="train", index=0, num_shards=1)
-    if damage == "flip":
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-        assert verify(str(tmp_path)) == [f"{path.relative_to(tmp_path)}: sha256 differs from the manifest"]
-    elif damage == "missing":
-        path.unlink()
-        assert verify(str(tmp_path)) == [f"{path.relative_to(tmp_path)}: missing"]
-    else:
-        (path.parent / "train-00001-of-00002.parquet").write_bytes(b"junk that the manifest does not list")
-        assert verify(str(tmp_path)) == []
-
-
-def test_verify_compares_depths_keys_and_counts(tmp_path: pathlib.Path):
-    """Files that are intact in themselves but do not belong together: checksums in the manifest are made to fit."""
-    dataset = write(tmp_path)
-    filesystem, folder = files.locate(str(tmp_path))
-
-    def forge(table: pa.Table) -> list[str]:
-        shards = []
-        for shard in dataset.manifest.shards:
-            if (shard.resolution, shard.bits) == (8, 3):
-                pq.write_table(table, tmp_path / shard.path)
-                size, sha256 = files.digest(filesystem, f"{folder}/{shard.path}")
-                shard = type(shard)(**{**vars(shard), "bytes": size, "sha256": sha256})
-            shards.append(shard)
-        forged = Manifest(**{**vars(dataset.manifest), "shards": shards})
-        (tmp_path / "manifest.json").write_text(forged.to_json())
-        return verify(str(tmp_path))
-
-    good = dataset.read(resolution=8, bits=3, split="train")
-    assert forge(good) == []
-    changed = pixels(good).copy()
-    changed[5, 2, 2, 1] ^= 1
-    (problem,) = forge(good.set_column(5, schema(8).field("px"), pixel_column(changed)))
-    assert "not the 8-bit ones >> 5" in problem
-    (problem,) = forge(good.set_column(0, schema(8).field("key"), good.column("key").take(list(range(NUM_ROWS))[::-1])))
-    assert "keys differ" in problem
-    assert any("22 rows, 23 in the manifest" in problem for problem in forge(good.slice(1)))

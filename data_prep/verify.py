@@ -1,0 +1,175 @@
+"""Re-reads a finished data set and says what is wrong: `verify("runs/demo/.../dataset") == []` for an intact one.
+
+Checked are the size and sha256 of every file that the manifest lists, Parquet's page checksums, columns, row groups,
+the number of rows, the same keys in every resolution and depth, each key once, the keys' hash, that every lower depth
+is 8-bit pixels >> (8 - bits), and the counts of conversions and of the quarantine. A row group is held at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_prep import files, images
+from data_prep.parquet import (
+    QUARANTINE,
+    QUARANTINE_SCHEMA,
+    Dataset,
+    Manifest,
+    Shard,
+    keys_hash,
+    open_dataset,
+    pixels,
+    schema,
+)
+
+
+@dataclass
+class _Part:
+    """What was found in the files of one shard of a split, all resolutions and depths of it."""
+
+    split: str
+    keys: list[str] = field(default_factory=list)
+    conversions: Counter = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+
+def verify(uri: str, *, progress: Callable[[int, int], None] = lambda done, total: None) -> list[str]:
+    """What is wrong, one line each. `progress(done, total)` counts images, each with all its resolutions and depths.
+
+    Shards are read side by side, one thread a core. Raises ValueError where there is no finished data set.
+    """
+    dataset = open_dataset(uri)
+    manifest = dataset.manifest
+    problems = _quarantine_problems(dataset)
+    parts: dict[str, list[_Part]] = {split: [] for split in manifest.num_images}
+    groups = _groups(manifest)
+    done, total = 0, sum(manifest.num_images.values())
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for part in pool.map(lambda shards: _verify_part(dataset, shards), groups):
+            parts[part.split].append(part)
+            problems += part.problems
+            done += len(part.keys)
+            progress(done, total)
+    if problems:
+        return problems  # what is summed up below would only repeat them
+    for split, found in parts.items():
+        problems += _split_problems(manifest, split, [key for part in found for key in part.keys])
+    conversions = sum((part.conversions for found in parts.values() for part in found), Counter())
+    if dict(sorted(conversions.items())) != manifest.conversions:
+        problems.append(f"conversions: the flags say {dict(conversions)}, the manifest {manifest.conversions}")
+    return problems
+
+
+def _groups(manifest: Manifest) -> list[list[Shard]]:
+    """Files that hold the same rows, in row order."""
+    groups: dict[tuple[str, int], list[Shard]] = {}
+    for shard in manifest.shards:
+        groups.setdefault((shard.split, shard.index), []).append(shard)
+    return [groups[name] for name in sorted(groups)]
+
+
+def _quarantine_problems(dataset: Dataset) -> list[str]:
+    filesystem, folder = files.locate(dataset.uri)
+    problem = _file_problem(dataset, QUARANTINE, dataset.manifest.quarantine_sha256)
+    if problem:
+        return [problem]
+    with filesystem.open_input_file(f"{folder}/{QUARANTINE}") as stream:
+        table = pq.read_table(stream)
+    if not table.schema.equals(QUARANTINE_SCHEMA):
+        return [f"{QUARANTINE}: columns are {table.schema.names} of other types than this version writes"]
+    reasons = dict(sorted(Counter(table.column("reason").to_pylist()).items()))
+    if reasons != dataset.manifest.quarantine:
+        return [f"{QUARANTINE}: reasons are {reasons}, {dataset.manifest.quarantine} in the manifest"]
+    return []
+
+
+def _file_problem(dataset: Dataset, path: str, sha256: str) -> str | None:
+    filesystem, folder = files.locate(dataset.uri)
+    if not files.exists(filesystem, f"{folder}/{path}"):
+        return f"{path}: missing"
+    if files.digest(filesystem, f"{folder}/{path}")[1] != sha256:
+        return f"{path}: sha256 differs from the manifest"
+    return None
+
+
+def _verify_part(dataset: Dataset, shards: list[Shard]) -> _Part:
+    part = _Part(shards[0].split)
+    part.problems += [text for shard in shards if (text := _file_problem(dataset, shard.path, shard.sha256))]
+    config = dataset.manifest.config
+    wanted = {(resolution, bits) for resolution in config["resolutions"] for bits in config["bits"]}
+    for resolution, bits in sorted(wanted - {(shard.resolution, shard.bits) for shard in shards}):
+        part.problems.append(f"{shards[0].split} {shards[0].index}: the manifest has no file of {resolution=}, {bits=}")
+    if part.problems:
+        return part
+    first = None  # columns but px
+    for resolution in config["resolutions"]:
+        depths = sorted((s for s in shards if s.resolution == resolution), key=lambda shard: -shard.bits)
+        names = _verify_depths(dataset, depths, part.problems)
+        if names is not None and first is not None and not names.equals(first):
+            part.problems.append(f"{depths[0].path}: keys, labels, sizes or flags differ from another resolution")
+        first = names if first is None else first
+    if first is not None:
+        part.keys = first.column("key").to_pylist()
+        for flags, count in Counter(first.column("flags").to_pylist()).items():
+            part.conversions.update(dict.fromkeys(images.conversions_of(flags), count))
+    return part
+
+
+def _verify_depths(dataset: Dataset, shards: list[Shard], problems: list[str]) -> pa.Table | None:
+    """Compares all depths of one shard at one resolution, 8 bits first; returns its columns but px."""
+    filesystem, folder = files.locate(dataset.uri)
+    with ExitStack() as stack:
+        readers = []
+        for shard in shards:
+            stream = stack.enter_context(filesystem.open_input_file(f"{folder}/{shard.path}"))
+            readers.append(pq.ParquetFile(stream, page_checksum_verification=True))
+        found = [text for shard, reader in zip(shards, readers, strict=True) for text in _layout(shard, reader)]
+        if found:
+            problems += found
+            return None
+        wrong: dict[str, None] = {}  # each once, however many row groups it concerns
+        groups = []
+        for group in range(len(shards[0].row_group_rows)):
+            names, full = None, None
+            for shard, reader in zip(shards, readers, strict=True):
+                table = reader.read_row_group(group, use_threads=False)
+                px, table = pixels(table), table.drop_columns(["px"])
+                names, full = (table, px) if names is None else (names, full)
+                if not table.equals(names):
+                    wrong[f"{shard.path}: keys, labels, sizes or flags differ from another depth"] = None
+                if not np.array_equal(px, images.low_depth(full, shard.bits)):
+                    wrong[f"{shard.path}: pixels are not the 8-bit ones >> {8 - shard.bits}"] = None
+            groups.append(names)
+        problems += wrong
+        return pa.concat_tables(groups)
+
+
+def _layout(shard: Shard, reader: pq.ParquetFile) -> list[str]:
+    problems = []
+    if not reader.schema_arrow.equals(schema(shard.resolution)):
+        names = reader.schema_arrow.names
+        problems.append(f"{shard.path}: columns are {names} of other types than this version writes")
+    rows = [reader.metadata.row_group(i).num_rows for i in range(reader.num_row_groups)]
+    if rows != shard.row_group_rows:
+        problems.append(f"{shard.path}: row groups have {rows} rows, {shard.row_group_rows} in the manifest")
+    return problems
+
+
+def _split_problems(manifest: Manifest, split: str, keys: list[str]) -> list[str]:
+    problems = []
+    if len(keys) != manifest.num_images[split]:
+        problems.append(f"{split}: {len(keys)} rows, {manifest.num_images[split]} in the manifest")
+    if len(set(keys)) != len(keys):
+        problems.append(f"{split}: a key occurs twice")
+    if keys_hash(keys) != manifest.split_hashes[split]:
+        problems.append(f"{split}: the keys are not those of the manifest")
+    return problems

@@ -1,0 +1,264 @@
+"""Builds that are killed with SIGKILL or run out of disk, and go on.  pytest tests/data_prep/test_kill.py
+
+Every case ends with a second start that must leave exactly the files, byte for byte, of a build that nothing disturbed,
+and must not have touched a shard that was finished before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+
+import pyarrow.fs as pafs
+import pytest
+
+from data_prep import files
+from data_prep.config import DataConfig
+from data_prep.verify import verify
+
+pytestmark = pytest.mark.slow
+ROOT = pathlib.Path(__file__).parents[2]
+
+# A process of its own, as a user starts it: its Ray dies with it.
+DRIVER = """
+import json, sys
+import ray
+from data_prep.build import build
+from data_prep.config import DataConfig
+
+config, out, pause_at = json.loads(sys.argv[1])
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+
+def progress(*counts):
+    print(*counts, flush=True)
+    if counts[0] == pause_at:
+        sys.stdin.readline()
+
+try:
+    build(DataConfig(**config), out=out, progress=progress)
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+print("DONE", flush=True)
+"""
+
+
+class Build:
+    """A build in a process of its own, which waits for a line when `pause_at` images are done."""
+
+    def __init__(self, config: DataConfig, out: str, *, pause_at: int | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, json.dumps([asdict(config), out, pause_at])],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+
+    def wait_for_shards(self, number: int) -> None:
+        """Until `number` shards have been reported."""
+        while sum(line[0].isdigit() for line in self.lines) <= number:
+            line = self.process.stdout.readline()
+            assert line, self.process.communicate()[1]
+            self.lines.append(line)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.communicate()
+
+    def finish(self) -> str:
+        """stderr of a build that ends by itself."""
+        _, errors = self.process.communicate(timeout=120)
+        return errors
+
+
+def run_to_the_end(config: DataConfig, out: str) -> None:
+    build = Build(config, out)
+    errors = build.finish()
+    assert build.process.returncode == 0, errors
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, make_photos: Callable) -> DataConfig:
+    folder = tmp_path_factory.mktemp("kill")
+    make_photos(folder / "raw", 130, height=300, width=400)
+    return DataConfig(
+        dataset="photos",
+        root=str(folder / "raw"),
+        image_size=32,
+        resolutions=[32, 64],
+        bits=[3, 8],
+        num_valid_photos=10,
+        rows_per_shard=10,
+        row_group_rows=4,
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Relative path -> sha256 of every file of a build in peace."""
+    out = tmp_path_factory.mktemp("kill") / "set"
+    run_to_the_end(config, str(out))
+    return contents(str(out))
+
+
+def contents(out: str) -> dict[str, str]:
+    filesystem, folder = files.locate(out)
+    found = filesystem.get_file_info(pafs.FileSelector(folder, recursive=True, allow_not_found=True))
+    names = [info.path for info in found if info.type == pafs.FileType.File]
+    return {name[len(folder) + 1 :]: files.digest(filesystem, name)[1] for name in names}
+
+
+def finished_shards(out: str) -> dict[str, int]:
+    """Relative path -> modification time of every file of a shard that has a sidecar."""
+    filesystem, folder = files.locate(out)
+    found = filesystem.get_file_info(pafs.FileSelector(f"{folder}/_build", allow_not_found=True))
+    times = {}
+    for info in found:
+        if re.search(r"-of-\d{5}\.json$", info.path):
+            for shard in json.loads(files.read_bytes(filesystem, info.path))["files"]:
+                times[shard["path"]] = filesystem.get_file_info(f"{folder}/{shard['path']}").mtime_ns
+    return times
+
+
+def check_second_start(config: DataConfig, out: str, undisturbed: dict[str, str]) -> None:
+    before = finished_shards(out)
+    run_to_the_end(config, out)
+    after = finished_shards(out)
+    assert {path: after[path] for path in before} == before, "a finished shard was written again"
+    assert contents(out) == undisturbed
+    assert verify(out) == []
+
+
+@pytest.fixture
+def dice() -> random.Random:
+    seed = int.from_bytes(os.urandom(4), "little")
+    print(f"random.Random({seed})")  # shown when the test fails
+    return random.Random(seed)
+
+
+def test_driver_killed_at_random_moments(
+    config: DataConfig, undisturbed: dict[str, str], tmp_path: pathlib.Path, dice: random.Random
+):
+    """Three times in a row, further on each time, at a moment within a shard's time."""
+    out = str(tmp_path / "set")
+    for least in (0, 4, 8):
+        build = Build(config, out)
+        build.wait_for_shards(least)
+        time.sleep(dice.uniform(0, 0.4))
+        build.kill()
+        assert not files.exists(*_file(out, "manifest.json")) or contents(out) == undisturbed
+    assert finished_shards(out)
+    check_second_start(config, out, undisturbed)
+
+
+def test_driver_killed_while_it_writes_to_an_object_store(
+    config: DataConfig, undisturbed: dict[str, str], bucket: str, dice: random.Random
+):
+    out = f"{bucket.partition('?')[0]}/set?{bucket.partition('?')[2]}"
+    build = Build(config, out)
+    build.wait_for_shards(3)
+    time.sleep(dice.uniform(0, 0.4))
+    build.kill()
+    assert not files.exists(*_file(out, "manifest.json")) or contents(out) == undisturbed
+    assert finished_shards(out)
+    check_second_start(config, out, undisturbed)
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """URI of an empty bucket on an S3 server in this process."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    server.start()
+    host, port = server.get_host_and_port()
+    place = f"scheme=http&endpoint_override={host}:{port}&region=us-east-1"
+    filesystem, _ = pafs.FileSystem.from_uri(f"s3://raw?{place}&allow_bucket_creation=true")
+    filesystem.create_dir("data-sets")
+    yield f"s3://data-sets?{place}"
+    server.stop()
+
+
+def test_worker_killed_while_it_writes_a_shard(config: DataConfig, undisturbed: dict[str, str], tmp_path: pathlib.Path):
+    """Ray runs the shard again; the build itself ends well, and nothing of the dead writer stays."""
+    out = tmp_path / "set"
+    build = Build(config, str(out))
+    killed: set[int] = set()
+    deadline = time.monotonic() + 60
+    while len(killed) < 2:
+        assert build.process.poll() is None and time.monotonic() < deadline, build.process.communicate()[1]
+        for path in out.glob("res=*/*/*.tmp-*"):
+            pid = int(path.name.rsplit("-", 1)[1])
+            if pid not in killed:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+        time.sleep(0.002)
+    errors = build.finish()
+    assert build.process.returncode == 0, errors
+    assert contents(str(out)) == undisturbed
+
+
+def test_full_disk(config: DataConfig, undisturbed: dict[str, str], small_disk: Callable, tmp_path: pathlib.Path):
+    resize = small_disk(tmp_path, "1m")
+    out = str(tmp_path / "set")
+    build = Build(config, out)
+    errors = build.finish()
+    assert build.process.returncode == 1 and "No space left on device" in errors
+    assert not files.exists(*_file(out, "manifest.json"))
+    assert not list(tmp_path.rglob("*.parquet.tmp-*")), "half files would keep the disk full"
+    resize("64m")
+    check_second_start(config, out, undisturbed)
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Callable[[pathlib.Path, str], Callable[[str], None]]]:
+    """small_disk(folder, "1m") mounts a file system of that size there and returns what changes its size."""
+    mounted: list[pathlib.Path] = []
+
+    def mount(folder: pathlib.Path, size: str) -> Callable[[str], None]:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        try:
+            result = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("there is no mount command here")
+        if result.returncode:
+            pytest.skip(f"mounting takes root's rights: {result.stderr.strip()}")
+        mounted.append(folder)
+        return lambda size: subprocess.run(["mount", "-o", f"remount,size={size}", str(folder)], check=True)
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_of_two_builds_in_a_folder_the_second_is_refused(
+    config: DataConfig, undisturbed: dict[str, str], tmp_path: pathlib.Path
+):
+    out = str(tmp_path / "set")
+    first = Build(config, out, pause_at=10)
+    first.wait_for_shards(1)
+    second = Build(config, out)
+    errors = second.finish()
+    assert second.process.returncode == 1
+    last = errors.splitlines()[-1]
+    assert last.startswith(f"FolderInUse: {out} is in use by another build: process {first.process.pid} on ")
+    first_errors = first.process.communicate("go on\n", timeout=120)[1]
+    assert first.process.returncode == 0, first_errors
+    assert contents(out) == undisturbed
+
+
+def _file(out: str, name: str) -> tuple[pafs.FileSystem, str]:
+    filesystem, folder = files.locate(out)
+    return filesystem, f"{folder}/{name}"

@@ -1,0 +1,153 @@
+"""Damage in a finished data set is seen and named.  pytest tests/data_prep/test_verify.py"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_prep import files
+from data_prep.parquet import (
+    QUARANTINE,
+    QUARANTINE_SCHEMA,
+    Dataset,
+    Manifest,
+    ShardWriter,
+    keys_hash,
+    open_dataset,
+    pixel_column,
+    pixels,
+    schema,
+)
+from data_prep.verify import verify
+
+SIDES, BITS = [8, 4], [3, 8]
+PATH = "res=8/bits=3/train-00001-of-00002.parquet"
+BAD = dict(key="bad", source="bad", offset=None, size=0, sha256="", reason="empty", message="0 bytes")
+
+
+@pytest.fixture
+def dataset(tmp_path: pathlib.Path) -> Dataset:
+    """Two shards of 23 rows in row groups of 10, without Ray; every image was gray, one more is in quarantine."""
+    filesystem, folder = files.locate(str(tmp_path))
+    rng = np.random.default_rng(0)
+    shards, keys = [], [f"k{i}" for i in range(46)]
+    for index in range(2):
+        options = dict(split="train", index=index, num_shards=2, resolutions=SIDES, bits=BITS, row_group_rows=10)
+        writer = ShardWriter(filesystem, folder=folder, **options)
+        columns = [keys[23 * index : 23 * (index + 1)], [None] * 23, [60] * 23, [80] * 23, [1] * 23]
+        fields = list(schema(8))[:-1]
+        arrays = [pa.array(column, field.type) for column, field in zip(columns, fields, strict=True)]
+        squares = {side: rng.integers(0, 256, (23, side, side, 3)).astype(np.uint8) for side in SIDES}
+        with writer:
+            writer.append(pa.Table.from_arrays(arrays, schema=pa.schema(fields)), squares)
+        shards += writer.shards()
+    pq.write_table(pa.Table.from_pylist([BAD], schema=QUARANTINE_SCHEMA), tmp_path / QUARANTINE)
+    manifest = Manifest(
+        dataset="tiny",
+        plan_hash="p",
+        config={"resolutions": SIDES, "bits": BITS},
+        source={},
+        num_images={"train": 46},
+        num_photos={"train": 46},
+        split_hashes={"train": keys_hash(keys)},
+        quarantine={"empty": 1},
+        quarantine_sha256=files.digest(filesystem, f"{folder}/{QUARANTINE}")[1],
+        conversions={"gray_to_rgb": 46},
+        shards=shards,
+        versions={},
+    )
+    (tmp_path / "manifest.json").write_text(manifest.to_json())
+    return open_dataset(str(tmp_path))
+
+
+def change(dataset: Dataset, **fields: object) -> list[str]:
+    """Writes another manifest and verifies."""
+    path = pathlib.Path(dataset.uri) / "manifest.json"
+    path.write_text(dataclasses.replace(dataset.manifest, **fields).to_json())
+    return verify(dataset.uri)
+
+
+def forge(dataset: Dataset, path: str, table: pa.Table, *, row_group_size: int = 10) -> list[str]:
+    """Replaces a file by one that is intact in itself, with a manifest that fits its checksum, and verifies."""
+    pq.write_table(table, pathlib.Path(dataset.uri) / path, row_group_size=row_group_size)
+    filesystem, folder = files.locate(dataset.uri)
+    size, sha256 = files.digest(filesystem, f"{folder}/{path}")
+    sums = dict(bytes=size, sha256=sha256)
+    shards = [dataclasses.replace(s, **sums) if s.path == path else s for s in dataset.manifest.shards]
+    return change(dataset, shards=shards)
+
+
+def test_intact(dataset: Dataset):
+    calls: list[tuple[int, int]] = []
+    assert verify(dataset.uri, progress=lambda *call: calls.append(call)) == []
+    assert calls == [(23, 46), (46, 46)]
+    (pathlib.Path(dataset.uri) / "res=8/bits=3/train-00002-of-00003.parquet").write_bytes(b"junk: it is not listed")
+    assert verify(dataset.uri) == []
+
+
+def test_flipped_bit_and_lost_file_are_named_and_hide_nothing_else(dataset: Dataset):
+    path = pathlib.Path(dataset.uri) / PATH
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    other = "res=4/bits=8/train-00000-of-00002.parquet"
+    (path.parents[2] / other).unlink()
+    (path.parents[2] / QUARANTINE).write_bytes(b"")
+    assert verify(dataset.uri) == [
+        f"{QUARANTINE}: sha256 differs from the manifest",
+        f"{other}: missing",
+        f"{PATH}: sha256 differs from the manifest",
+    ]
+
+
+def test_files_that_do_not_belong_together(dataset: Dataset):
+    good = pq.read_table(pathlib.Path(dataset.uri) / PATH)
+    assert forge(dataset, PATH, good) == []
+    changed = pixels(good).copy()
+    changed[[5, 15], 2, 2, 1] ^= 1  # in two row groups, named once
+    pixel = good.set_column(5, schema(8).field("px"), pixel_column(changed))
+    assert forge(dataset, PATH, pixel) == [f"{PATH}: pixels are not the 8-bit ones >> 5"]
+    keys = good.set_column(0, schema(8).field("key"), good.column("key").take(list(range(23))[::-1]))
+    assert forge(dataset, PATH, keys) == [f"{PATH}: keys, labels, sizes or flags differ from another depth"]
+    labels = good.set_column(1, schema(8).field("label"), pa.array([7] * 23, pa.int32()))
+    assert forge(dataset, PATH, labels) == [f"{PATH}: keys, labels, sizes or flags differ from another depth"]
+    (problem,) = forge(dataset, PATH, good.slice(1))
+    assert problem == f"{PATH}: row groups have [10, 10, 2] rows, [10, 10, 3] in the manifest"
+    (problem,) = forge(dataset, PATH, good.drop_columns(["label"]))
+    assert "columns are ['key', 'orig_h'" in problem
+
+
+def test_resolutions_with_other_rows(dataset: Dataset):
+    problems = []
+    for bits in BITS:  # the same in both depths
+        path = f"res=4/bits={bits}/train-00001-of-00002.parquet"
+        table = pq.read_table(pathlib.Path(dataset.uri) / path)
+        order = [1, 0, *range(2, 23)]
+        problems = forge(dataset, path, table.take(order))
+        dataset = open_dataset(dataset.uri)
+    assert problems == [
+        "res=4/bits=8/train-00001-of-00002.parquet: keys, labels, sizes or flags differ from another resolution"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        (dict(num_images={"train": 47}), "train: 46 rows, 47 in the manifest"),
+        (dict(split_hashes={"train": "0"}), "train: the keys are not those of the manifest"),
+        (dict(conversions={}), "conversions: the flags say {'gray_to_rgb': 46}, the manifest {}"),
+        (dict(quarantine={}), "quarantine.parquet: reasons are {'empty': 1}, {} in the manifest"),
+    ],
+)
+def test_counts_of_the_manifest(dataset: Dataset, fields: dict, problem: str):
+    assert change(dataset, **fields) == [problem]
+
+
+def test_manifest_without_a_file(dataset: Dataset):
+    shards = [shard for shard in dataset.manifest.shards if shard.path != PATH]
+    assert change(dataset, shards=shards) == ["train 1: the manifest has no file of resolution=8, bits=3"]
