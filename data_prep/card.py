@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from data_prep.config import SPLITS
 from data_prep.parquet import Manifest
 
 _PROFILES = {
@@ -43,6 +44,16 @@ RGB images as Parquet, one folder for each resolution ({_numbers(config["resolut
 - Plan `{manifest.plan_hash}`, {", ".join(f"{name} {version}" for name, version in manifest.versions.items())}.
 - {licence}
 """
+
+
+def counts(manifest: Manifest) -> list[str]:
+    """The same for a terminal, in three lines: images by split, what was converted, what could not be used."""
+    found = manifest.num_images
+    images = ", ".join(f"{found[split]} {split}" for split in SPLITS if split in found)
+    lines = [f"data set {manifest.dataset}: {sum(manifest.num_images.values())} images ({images})"]
+    for what, found in (("converted", manifest.conversions), ("quarantined", manifest.quarantine)):
+        lines.append(f"{what}: {sum(found.values())}" + (f" ({_counts(found)})" if found else ""))
+    return lines
 
 
 def _numbers(values: list[int]) -> str:

@@ -1,7 +1,7 @@
 """The command line that all entry points share.
 
     --config NAME|FILE  --dry-run  --only NODE,...  --rerun NODE,...  --keep NODE,...  key.sub=value ...
-    prepare_data.py alone: --list-sources
+    prepare_data.py alone: --list-sources  --verify [URI]
 
 Arguments, config and node names are checked before anything heavy is imported, so that a mistake is answered at once.
 Exit codes: 0 done, 1 a node failed, 2 unusable arguments or config (one line on stderr), 130 interrupted.
@@ -78,11 +78,15 @@ def _main(argv: Sequence[str] | None, *, prog: str, only: tuple[str, ...], choos
         parser.add_argument(option, action="append", default=[], metavar="NODE,...", help=text)
     if only == ("prepare_data",):
         parser.add_argument("--list-sources", action="store_true", help="print what raw images can be read, and stop")
+        text = "re-read a finished data set, the config's or that at URI, and check every file, count and pixel"
+        parser.add_argument("--verify", nargs="?", const="", metavar="URI", help=text)
     parser.add_argument("--dry-run", action="store_true", help="print config and plan, run nothing")
     arguments = parser.parse_intermixed_args(argv)
     if getattr(arguments, "list_sources", False):
         print(_sources_text())
         return 0
+    if getattr(arguments, "verify", None) is not None:
+        return _verify(arguments)
     config = load(arguments.config, arguments.overrides)
     if choose_stage:
         only = (f"train_{_known_stage(config, arguments.stage)}",)
@@ -100,6 +104,15 @@ def _sources_text() -> str:
         wrapped = textwrap.wrap(layout, 96, break_on_hyphens=False)
         lines += [f"data.source={name}", *(f"    {line}" for line in wrapped), f"    expected: {count}", ""]
     return "\n".join([*lines, "data.source=auto (the default) recognises them by the names of their files."])
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from pipelines.verify import dataset_of, verify_data
+
+    uri, overrides = arguments.verify, arguments.overrides
+    if "=" in uri.partition("/")[0]:  # `--verify key=value`: the word after the option is an override
+        uri, overrides = "", [uri, *overrides]
+    return verify_data(uri or dataset_of(load(arguments.config, overrides)))
 
 
 def _names(option: str, values: Sequence[str]) -> tuple[str, ...]:

@@ -114,6 +114,8 @@ def _say_how_it_ended(report: dag.RunReport, store: Store, *, tracking_uri: str,
     for name, node in report.nodes.items():
         if node.state != "not selected":
             print(f"{name} {node.state}: {node.uri}")
+            if name == "prepare_data":
+                print("\n".join(summary.data_lines(report)))
     for what, path in summary.publish(report, store).items():
         print(f"{what}: {path}")
     print(f"MLflow: {tracking.ui_command(tracking_uri)}", flush=True)

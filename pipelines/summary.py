@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
+from data_prep import card
+from data_prep.parquet import open_dataset
 from pipelines.runner import RunReport
-from pipelines.storage import Store, open_store
+from pipelines.storage import Store, join, open_store
 from pipelines.tracking import ui_command
 
-SAMPLES, REPORT = "samples", "report.html"
+DATASET, SAMPLES, REPORT = "dataset", "samples", "report.html"
 
 
 def publish(report: RunReport, store: Store) -> dict[str, str]:
@@ -42,9 +44,19 @@ def print_summary(report: RunReport, *, store: Store, tracking_uri: str, console
     if evaluated is not None and evaluated.uri is not None:
         results = json.loads(open_store(evaluated.uri).read_bytes("results.json"))
         console.print(bits_table(results))
+    for line in data_lines(report):
+        console.print(line, soft_wrap=True, highlight=False)
     for what, path in publish(report, store).items():
         console.print(f"{what:<12} {path}", soft_wrap=True, highlight=False)
     console.print(f"{'MLflow':<12} {ui_command(tracking_uri)}", soft_wrap=True, highlight=False)
+
+
+def data_lines(report: RunReport) -> list[str]:
+    """What the data set holds and what was left out; empty when this start has none."""
+    data = report.nodes.get("prepare_data")
+    if data is None or data.uri is None:
+        return []
+    return card.counts(open_dataset(join(data.uri, DATASET)).manifest)
 
 
 def bits_table(results: Mapping) -> Table:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from data_prep import card
 from data_prep.build import build
+from data_prep.parquet import Manifest
 from pipelines import storage
 from pipelines.node import NodeContext, NodeResult
 
@@ -20,10 +22,20 @@ def run(context: NodeContext) -> NodeResult:
 
     out = storage.join(context.out, FOLDER)
     manifest = build(config, out=out, progress=report, num_cpus_per_task=context.options["num_cpus"])
-    metrics = {f"images/{split}": float(count) for split, count in manifest.num_images.items()}
-    metrics["images/quarantined"] = float(sum(manifest.quarantine.values()))
+    metrics = _metrics(manifest)
     with context.run.open() as run:
         run.log_text(manifest.to_json(), "manifest.json")
+        run.log_text(card.text(manifest), "dataset.md")
         run.log_metrics(metrics)
     digests = {storage.join(FOLDER, shard.path): shard.sha256 for shard in manifest.shards}
     return NodeResult(outputs={"dataset": FOLDER}, metrics=metrics, sha256=digests)
+
+
+def _metrics(manifest: Manifest) -> dict[str, float]:
+    """Counts: every image and photo is in one of them, by name."""
+    counts = {f"images/{split}": count for split, count in manifest.num_images.items()}
+    counts["images/quarantined"] = sum(manifest.quarantine.values())
+    counts |= {f"quarantined/{reason}": count for reason, count in manifest.quarantine.items()}
+    counts |= {f"converted/{name}": count for name, count in manifest.conversions.items()}
+    counts["data_bytes"] = sum(shard.bytes for shard in manifest.shards)
+    return {name: float(count) for name, count in counts.items()}
