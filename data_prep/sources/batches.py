@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import re
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -123,40 +124,64 @@ def _as_labels(values: Any, path: str) -> list[int]:
 def _unpickle(data: bytes, path: str) -> tuple[np.ndarray, list[int] | None]:
     try:
         found = _ArrayUnpickler(io.BytesIO(data), encoding="latin1").load()
+        found = {key.decode() if isinstance(key, bytes) else key: value for key, value in dict(found).items()}
     except UnusableSource as error:
         raise UnusableSource(error.reason, f"{path}: {error.message}") from None
     except Exception as error:  # a damaged pickle can fail in many ways; none of them runs foreign code
         raise UnusableSource("corrupt_source_file", f"{path}: {type(error).__name__}: {error}") from None
-    found = {key.decode() if isinstance(key, bytes) else key: value for key, value in dict(found).items()}
-    if not isinstance(found.get("data"), np.ndarray):
+    arrays = {key: value.array if isinstance(value, _Array) else value for key, value in found.items()}
+    if not isinstance(arrays.get("data"), np.ndarray):
         raise UnusableSource("shape_mismatch", f"{path}: it has no array called data")
-    return found["data"], _as_labels(found["labels"], path) if "labels" in found else None
+    return arrays["data"], _as_labels(arrays["labels"], path) if "labels" in arrays else None
 
 
-def _latin1(text: str, encoding: str = "latin1") -> bytes:
-    if encoding != "latin1":
-        raise UnusableSource("unsafe_pickle", f"encoding {encoding!r}")
+class _DType:
+    """Stands for numpy.dtype in a pickle: numbers only."""
+
+    def __init__(self, name: str, *_: object) -> None:
+        if not re.fullmatch(r"[biuf]\d", name):
+            raise UnusableSource("unsafe_pickle", f"an array of type {name!r}; only numbers are allowed")
+        self.dtype = np.dtype(name)
+
+    def __setstate__(self, state: tuple) -> None:
+        if state[1] in ("<", ">"):
+            self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class _Array:
+    """Stands for numpy.ndarray in a pickle, which first makes an empty array and then sets its state."""
+
+    def __init__(self) -> None:
+        self.array: np.ndarray | None = None
+
+    def __setstate__(self, state: tuple) -> None:
+        _, shape, dtype, is_fortran, data = state
+        data = data.encode("latin1") if isinstance(data, str) else data
+        self.array = np.frombuffer(data, dtype.dtype).reshape(shape, order="F" if is_fortran else "C")
+
+
+def _reconstruct(kind: type, shape: tuple, code: bytes) -> _Array:
+    return _Array()
+
+
+def _frombuffer(data: bytes, dtype: _DType, shape: tuple, order: str) -> _Array:
+    found = _Array()
+    found.__setstate__((1, shape, dtype, order == "F", data))
+    return found
+
+
+def _scalar(dtype: _DType, data: bytes | str) -> np.generic:
+    return np.frombuffer(data.encode("latin1") if isinstance(data, str) else data, dtype.dtype)[0]
+
+
+def _latin1(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
-
-
-def _reconstruct(kind: type, shape: tuple, code: bytes) -> np.ndarray:
-    if kind is not np.ndarray:
-        raise UnusableSource("unsafe_pickle", f"an array of type {kind!r}")
-    return np.ndarray.__new__(np.ndarray, shape, np.uint8)
-
-
-def _frombuffer(buffer: bytes, dtype: np.dtype, shape: tuple, order: str) -> np.ndarray:
-    return np.frombuffer(buffer, dtype).reshape(shape, order=order)
-
-
-def _scalar(dtype: np.dtype, data: bytes) -> np.generic:
-    return np.frombuffer(data, dtype)[0]
 
 
 _ALLOWED: dict[tuple[str, str], Callable] = {
     ("_codecs", "encode"): _latin1,
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _DType,
     **{(f"{package}.multiarray", "_reconstruct"): _reconstruct for package in ("numpy.core", "numpy._core")},
     **{(f"{package}.multiarray", "scalar"): _scalar for package in ("numpy.core", "numpy._core")},
     **{(f"{package}.numeric", "_frombuffer"): _frombuffer for package in ("numpy.core", "numpy._core")},
@@ -164,7 +189,11 @@ _ALLOWED: dict[tuple[str, str], Callable] = {
 
 
 class _ArrayUnpickler(pickle.Unpickler):
+    """Finds our stand-ins for NumPy's classes and nothing else, so that not even NumPy's own code sees the contents."""
+
     def find_class(self, module: str, name: str) -> Callable:
         if (module, name) not in _ALLOWED:
-            raise UnusableSource("unsafe_pickle", f"it wants to call {module}.{name}; only NumPy arrays are allowed")
+            raise UnusableSource(
+                "unsafe_pickle", f"it wants to call {module}.{name}; only arrays of numbers are allowed"
+            )
         return _ALLOWED[module, name]

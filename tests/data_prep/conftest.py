@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
+import pickle
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -56,3 +58,58 @@ def make_photos() -> Callable[..., None]:
             image.save(folder / f"photo_{i:02d}.{'png' if i % 2 else 'jpg'}")
 
     return make
+
+
+@pytest.fixture
+def rendered(tmp_path: pathlib.Path) -> Callable[..., dict[str, dict[str, tuple]]]:
+    """rendered(config) -> split: {key: (label, pixels at image_size)}, through plan and shards, without Ray."""
+
+    def render(config: object) -> dict[str, dict[str, tuple]]:
+        import pyarrow.parquet as pq
+
+        from data_prep import sources
+        from data_prep.parquet import pixels
+        from data_prep.plan import make_plan
+        from data_prep.shard import write_shard
+
+        out = tmp_path / "rendered"
+        plan = make_plan(config, sources.find(config))
+        found: dict[str, dict[str, tuple]] = {"train": {}, "valid": {}, "test": {}}
+        for shard in plan.shards:
+            task = {"shard": pickle.dumps(shard)}
+            sidecar = json.loads(
+                write_shard(task, config=config, root=plan.source.root, out=str(out), plan_hash=plan.hash)["sidecar"]
+            )
+            for file in sidecar["files"]:
+                if (file["resolution"], file["bits"]) == (config.image_size, 8):
+                    table = pq.read_table(out / file["path"], partitioning=None)
+                    labels = table.column("label").to_pylist()
+                    rows = zip(labels, pixels(table), strict=True)
+                    found[shard.split] |= dict(zip(table.column("key").to_pylist(), rows, strict=True))
+        return found
+
+    return render
+
+
+@pytest.fixture(scope="session")
+def jpegs(shared_or_none: pathlib.Path | None) -> list[tuple[str, bytes]]:
+    """(synset, bytes) of JPEGs: original ImageNet photos of six synsets where they are, else generated ones."""
+    import io
+
+    folder = None if shared_or_none is None else shared_or_none / "data" / "imagenet-raw" / "synsets" / "train"
+    if folder is not None and folder.is_dir():
+        paths = sorted(folder.glob("*/*.JPEG"))[:6]
+        return [(path.parent.name, path.read_bytes()) for path in paths]
+    found = []
+    for i in range(6):
+        buffer = io.BytesIO()
+        small = np.random.default_rng(i).integers(0, 256, (5, 7, 3)).astype(np.uint8)
+        Image.fromarray(small).resize((90, 70), Image.Resampling.BICUBIC).save(buffer, "JPEG")
+        found.append((f"n{10_000_000 + i}", buffer.getvalue()))
+    return found
+
+
+@pytest.fixture(scope="session")
+def shared_or_none() -> pathlib.Path | None:
+    folder = ROOT.parent / "shared"
+    return folder if folder.is_dir() else None

@@ -1,0 +1,208 @@
+"""CelebA-HQ: numbered files and Glow's TFRecords, and the splits that go by its name.
+
+pytest tests/data_prep/sources/test_celebahq.py
+"""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import struct
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_prep import images, sources, splits
+from data_prep.config import DataConfig
+from data_prep.sources import tfrecord
+from data_prep.sources.item import UnusableSource
+
+
+def config(root: pathlib.Path, **changes: object) -> DataConfig:
+    good = dict(dataset="celebahq-part", image_size=32, resolutions=[32], bits=[8], split="glow")
+    return DataConfig(**{**good, "root": str(root), **changes})
+
+
+@pytest.fixture
+def small_glow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splits, "NUM_GLOW_TEST", 2)
+
+
+@pytest.fixture(scope="session")
+def faces(shared_or_none: pathlib.Path | None) -> list[tuple[str, bytes]]:
+    """(suffix, bytes): six genuine CelebA-HQ images of 1024 pixels where they are, else generated ones."""
+    folder = None if shared_or_none is None else shared_or_none / "data" / "faces" / "celeba-hq-1024"
+    if folder is not None and folder.is_dir():
+        paths = sorted(folder.glob("png/*.png")) + sorted(folder.glob("stargan-v2/*/*.jpg"))[:4]
+        return [(path.suffix, path.read_bytes()) for path in paths]
+    found = []
+    for i in range(6):
+        buffer = io.BytesIO()
+        small = np.random.default_rng(i).integers(0, 256, (6, 6, 3)).astype(np.uint8)
+        Image.fromarray(small).resize((64, 64)).save(buffer, "PNG")
+        found.append((".png", buffer.getvalue()))
+    return found
+
+
+# ---- numbered files ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["data256x256", "CelebA-HQ-img", "."])
+def test_numbered_files_are_split_by_number(
+    tmp_path: pathlib.Path, faces: list, rendered: Callable, small_glow: None, folder: str
+):
+    (tmp_path / "raw" / folder).mkdir(parents=True, exist_ok=True)
+    for i, (suffix, data) in enumerate(faces):
+        (tmp_path / "raw" / folder / f"{i + 8}{suffix}").write_bytes(data)  # 8, 9, 10: not in the order of their names
+    source = "celebahq" if folder == "." else "auto"  # a folder of numbers alone may be anything
+    found = rendered(config(tmp_path / "raw", num_valid_photos=1, source=source))
+    assert {split: len(part) for split, part in found.items()} == {"train": 3, "valid": 1, "test": 2}
+    assert {key.partition(".")[0] for key in found["test"]} == {"8", "9"}
+    for part in found.values():
+        for key, (_, px) in part.items():
+            whole = images.decode(faces[int(key.partition(".")[0]) - 8][1], profile="tf").pixels
+            assert np.array_equal(px, images.resize_square(whole, 32, profile="tf"))
+
+
+def test_thirty_thousand_numbers_are_recognised_and_counted():
+    from data_prep.sources import celebahq
+    from data_prep.sources.item import Listing, SourceFile
+
+    files = tuple(SourceFile(f"{i:05d}.jpg", 1, 0) for i in range(30_000))
+    good = config(pathlib.Path("x"))
+    assert celebahq.recognise(Listing("x", files, 0), good) == "it has 30000 numbered images"
+    assert celebahq.recognise(Listing("x", files[1:], 0), good) is None
+    items = celebahq.index(Listing("x", files, 0), good).items
+    by_split = splits.split_items(good, "x", items)
+    assert {split: len(found) for split, found in by_split.items()} == {"train": 27_000, "valid": 0, "test": 3_000}
+    assert by_split["test"][-1].key == "02999.jpg"
+
+
+def test_the_same_number_twice_is_a_duplicate(tmp_path: pathlib.Path, faces: list):
+    for name in ("00001.png", "1.png", "2.png"):
+        (tmp_path / name).write_bytes(faces[0][1])
+    found = sources.find(config(tmp_path, source="celebahq"))
+    assert [item.key for item in found.items] == ["00001.png", "2.png"]
+    assert [(r.item.key, r.reason) for r in found.rejected] == [("1.png", "duplicate_name")]
+
+
+def test_celeba_partition_follows_the_mapping(tmp_path: pathlib.Path, faces: list):
+    (tmp_path / "CelebA-HQ-img").mkdir()
+    for i in range(4):
+        (tmp_path / "CelebA-HQ-img" / f"{i}.jpg").write_bytes(faces[i][1])
+    mapping = (
+        "idx orig_idx orig_file\n0 119613 119614.jpg\n1 99094 099095.jpg\n2 200121 200122.jpg\n3 81059 081060.jpg\n"
+    )
+    (tmp_path / "CelebA-HQ-to-CelebA-mapping.txt").write_text(mapping)
+    partition = tmp_path / "list_eval_partition.txt"
+    partition.write_text("119614.jpg 0\n099095.jpg 2\n200122.jpg 1\n081060.jpg 0\n000001.jpg 0\n")
+    rule = config(tmp_path, split="celeba_partition")
+    by_split = splits.split_items(rule, str(tmp_path), sources.find(rule).items)
+    assert {split: [item.key for item in found] for split, found in by_split.items()} == {
+        "train": ["0.jpg", "3.jpg"],
+        "valid": ["2.jpg"],
+        "test": ["1.jpg"],
+    }
+    partition.write_text("119614.jpg 0\n")
+    with pytest.raises(UnusableSource, match="split_mismatch: 1.jpg"):
+        splits.split_items(rule, str(tmp_path), sources.find(rule).items)
+    partition.unlink()
+    with pytest.raises(UnusableSource, match="missing_file: list_eval_partition.txt"):
+        splits.split_items(rule, str(tmp_path), sources.find(rule).items)
+
+
+# ---- TFRecords -----------------------------------------------------------------------------------------------------
+
+
+def varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def message(number: int, body: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(body)) + body
+
+
+def example(pixels: np.ndarray, label: int) -> bytes:
+    def feature(name: str, kind: int, body: bytes) -> bytes:
+        return message(1, message(1, name.encode()) + message(2, message(kind, body)))
+
+    shape = message(1, b"".join(varint(side) for side in pixels.shape))
+    unpacked = varint(1 << 3) + varint(label)  # a writer may pack integers or not
+    return message(
+        1,
+        feature("shape", 3, shape) + feature("data", 1, message(1, pixels.tobytes())) + feature("label", 3, unpacked),
+    )
+
+
+def record(body: bytes) -> bytes:
+    head = struct.pack("<Q", len(body))
+    crcs = [struct.pack("<I", tfrecord.masked_crc32c(part)) for part in (head, body)]
+    return head + crcs[0] + body + crcs[1]
+
+
+@pytest.fixture
+def glow_records(tmp_path: pathlib.Path) -> tuple[pathlib.Path, np.ndarray]:
+    pixels = np.random.default_rng(0).integers(0, 256, (7, 32, 32, 3)).astype(np.uint8)
+    for name, part in (
+        ("train/train-r05-s-0000-of-0002", (0, 2)),
+        ("train/train-r05-s-0001-of-0002", (2, 4)),
+        ("validation/validation-r05-s-0000-of-0001", (4, 7)),
+    ):
+        path = tmp_path / "raw" / f"{name}.tfrecords"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"".join(record(example(pixels[i], i)) for i in range(*part)))
+    (tmp_path / "raw" / "train" / "train-r04-s-0000-of-0001.tfrecords").write_bytes(b"")  # another resolution
+    return tmp_path / "raw", pixels
+
+
+def test_records_are_read_without_tensorflow(glow_records: tuple, rendered: Callable):
+    root, pixels = glow_records
+    found = rendered(config(root, split="auto", num_valid_photos=1))
+    assert {split: len(part) for split, part in found.items()} == {"train": 3, "valid": 1, "test": 3}
+    assert set(found["test"]) == {f"test/{i:06d}" for i in range(3)}
+    for part in found.values():
+        assert all(np.array_equal(px, pixels[label]) for label, px in part.values())
+
+
+def test_missing_or_damaged_records_are_refused(glow_records: tuple):
+    root, _ = glow_records
+    path = root / "train" / "train-r05-s-0001-of-0002.tfrecords"
+    good = path.read_bytes()
+    for bad in (good[:-1], good[:5000] + b"\0\0" + good[5002:], b"\xff" + good[1:]):
+        path.write_bytes(bad)
+        with pytest.raises(UnusableSource, match="corrupt_source_file: train/train-r05-s-0001"):
+            sources.find(config(root))
+    path.unlink()
+    with pytest.raises(UnusableSource, match="missing_file: 1 of 2 files"):
+        sources.find(config(root))
+
+
+@pytest.mark.parametrize("size", [0, 9, 127, 128, 129, 4095, 4096, 4225, 200_000])
+def test_checksum_is_crc32c(size: int):
+    """Against the definition, bit by bit in pieces; the published check value first."""
+    assert tfrecord.crc32c(b"123456789") == 0xE3069283
+    data = np.random.default_rng(size).integers(0, 256, size).astype(np.uint8).tobytes()
+    table = []
+    for byte in range(256):
+        for _ in range(8):
+            byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+        table.append(byte)
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ table[(crc ^ byte) & 255]
+    assert tfrecord.crc32c(data) == crc ^ 0xFFFFFFFF
+
+
+def test_genuine_records(shared: pathlib.Path, tmp_path: pathlib.Path, rendered: Callable):
+    """Records that TensorFlow itself wrote."""
+    for number in ("ok",):
+        name = f"glow_{number}-r05-s-0000-of-0001.tfrecords"
+        (tmp_path / name).write_bytes((shared / "bad_inputs" / name).read_bytes())
+    found = rendered(config(tmp_path, split="auto"))
+    assert len(found["train"]) == 2 and all(px.std() > 10 for _, px in found["train"].values())

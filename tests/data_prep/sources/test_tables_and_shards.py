@@ -1,0 +1,143 @@
+"""Hugging Face's Parquet and webdataset shards: raw bytes, labels, splits by name, missing shards.
+
+pytest tests/data_prep/sources/test_tables_and_shards.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import pathlib
+import tarfile
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_prep import images, sources
+from data_prep.config import DataConfig
+from data_prep.sources.item import UnusableSource
+
+
+def config(root: pathlib.Path, **changes: object) -> DataConfig:
+    good = dict(dataset="pictures", image_size=16, resolutions=[16], bits=[8])
+    return DataConfig(**{**good, "root": str(root), **changes})
+
+
+def write_parquet(path: pathlib.Path, rows: list[dict], *, labels: list[int] | None = None, rows_per_group: int = 2):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = {"image": pa.array(rows, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))}
+    if labels is not None:
+        columns["label"] = pa.array(labels, pa.int64())
+    pq.write_table(pa.table(columns), path, row_group_size=rows_per_group)
+
+
+def square_of(data: bytes) -> np.ndarray:
+    return images.resize_square(images.center_crop(images.decode(data, profile="tf").pixels), 16, profile="tf")
+
+
+# ---- hf_parquet ----------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_read_as_the_bytes_they_hold(tmp_path: pathlib.Path, jpegs: list, rendered: Callable):
+    rows = [{"bytes": data, "path": None} for _, data in jpegs]
+    for i in (0, 1):
+        part = slice(3 * i, 3 * i + 3)
+        write_parquet(tmp_path / "raw" / "data" / f"train-{i:05d}-of-00002.parquet", rows[part], labels=[7, 8, 9])
+    write_parquet(tmp_path / "raw" / "data" / "test-00000-of-00001.parquet", rows[:1], labels=[-1])
+    found = rendered(config(tmp_path / "raw", num_valid_photos=1, rows_per_shard=3))
+    assert {split: len(part) for split, part in found.items()} == {"train": 5, "valid": 1, "test": 1}
+    for key, (label, px) in (found["train"] | found["valid"]).items():
+        shard, row = int(key[len("data/train-") :][:5]), int(key.rpartition("#")[2])
+        assert label == 7 + row and np.array_equal(px, square_of(jpegs[3 * shard + row][1])), key
+    assert [label for label, _ in found["test"].values()] == [None]
+
+
+def test_imagenet_is_scored_on_validation_and_its_unlabelled_test_is_left_out(tmp_path: pathlib.Path, jpegs: list):
+    rows = [{"bytes": data, "path": None} for _, data in jpegs]
+    for name, part in (("train", rows), ("validation", rows[:2]), ("test", rows[:3])):
+        write_parquet(tmp_path / f"{name}-00000-of-00001.parquet", part)
+    imagenet, other = config(tmp_path, dataset="imagenet_area-part"), config(tmp_path)
+    splits = [[item.split for item in sources.find(c).items] for c in (imagenet, other)]
+    assert {s: splits[0].count(s) for s in set(splits[0])} == {"train": 6, "test": 2}
+    assert {s: splits[1].count(s) for s in set(splits[1])} == {"train": 6, "valid": 2, "test": 3}
+    assert sources.find(imagenet).skipped == {"not_a_data_file": 1}
+
+
+def test_a_missing_file_of_a_series_is_named(tmp_path: pathlib.Path, jpegs: list):
+    for i in (0, 2):
+        write_parquet(tmp_path / f"train-{i:05d}-of-00003.parquet", [{"bytes": jpegs[i][1], "path": None}])
+    with pytest.raises(
+        UnusableSource, match="missing_file: 1 of 3 files train-.*parquet are missing, such as number 1"
+    ):
+        sources.find(config(tmp_path))
+
+
+def test_rows_may_name_files_below_the_root_only(tmp_path: pathlib.Path, jpegs: list, rendered: Callable):
+    (tmp_path / "outside.jpg").write_bytes(jpegs[1][1])
+    rows = [{"bytes": None, "path": path} for path in ("inside.jpg", "../outside.jpg", str(tmp_path / "outside.jpg"))]
+    write_parquet(tmp_path / "raw" / "train.parquet", rows)
+    (tmp_path / "raw" / "inside.jpg").write_bytes(jpegs[0][1])
+    found = rendered(config(tmp_path / "raw", source="hf_parquet"))
+    ((key, (_, px)),) = found["train"].items()
+    assert key == "train.parquet#0000000" and np.array_equal(px, square_of(jpegs[0][1]))
+
+
+def test_shards_read_few_blocks(tmp_path: pathlib.Path):
+    """Rows of Parquet files are shuffled by whole row groups, then within shards: reading one row means its group."""
+    from data_prep.plan import make_plan
+
+    for i in range(4):
+        rows = [{"bytes": b"x", "path": None}] * 30
+        write_parquet(tmp_path / f"train-{i:05d}-of-00004.parquet", rows, rows_per_group=10)
+    plan = make_plan(config(tmp_path, rows_per_shard=20), sources.find(config(tmp_path)))
+    blocks = [{(row.item.path, row.item.block) for row in shard.rows} for shard in plan.shards]
+    assert [len(found) for found in blocks] == [2] * 6
+    keys = [row.key for shard in plan.shards for row in shard.rows]
+    assert len(set(keys)) == 120 and keys != sorted(keys) and keys[:20] != sorted(keys[:20])
+
+
+# ---- webdataset ----------------------------------------------------------------------------------------------------
+
+
+def write_shard(path: pathlib.Path, members: list[tuple[str, bytes]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+@pytest.mark.parametrize("kind", ["cls", "json", "none"])
+def test_samples_are_found_with_their_labels(tmp_path: pathlib.Path, jpegs: list, rendered: Callable, kind: str):
+    for split, part in (("train", jpegs[:4]), ("val", jpegs[4:])):
+        members = []
+        for i, (_, data) in enumerate(part):
+            members.append((f"./{i:06d}.jpg", data))
+            if kind == "cls":
+                members.append((f"./{i:06d}.cls", b"%d\n" % (10 + i)))
+            elif kind == "json":
+                members.append((f"./{i:06d}.json", json.dumps({"label": 10 + i, "width": 3}).encode()))
+            else:
+                members.append((f"./{i:06d}.txt", b"a caption"))
+        write_shard(tmp_path / "raw" / f"imagenet-{split}-000000.tar", members)
+    assert sources.find(config(tmp_path / "raw")).name == "webdataset"
+    found = rendered(config(tmp_path / "raw", dataset="imagenet_area-part", num_valid_photos=1))
+    assert {split: len(part) for split, part in found.items()} == {"train": 3, "valid": 1, "test": 2}
+    for split, part in found.items():
+        for key, (label, px) in part.items():
+            i = int(key[-6:])
+            assert np.array_equal(px, square_of(jpegs[i + (4 if split == "test" else 0)][1]))
+            assert label == (None if kind == "none" else 10 + i)
+
+
+def test_a_shard_of_images_alone_needs_its_source_named(tmp_path: pathlib.Path, jpegs: list):
+    write_shard(tmp_path / "photos-0.tar", [(f"{i}.jpg", data) for i, (_, data) in enumerate(jpegs)])
+    with pytest.raises(ValueError, match="no archives of a known layout .*--list-sources"):
+        sources.find(config(tmp_path))
+    named = dataclasses.replace(config(tmp_path), source="webdataset")
+    assert len(sources.find(named).items) == len(jpegs)
