@@ -117,9 +117,7 @@ def plan(
     """
     order = ordered(nodes)
     names = [node.name for node in order]
-    for option, values in (("--only", only), ("--rerun", rerun), ("--keep", keep)):
-        _check_names(option, values, names)
-    _check_together(only=only, rerun=rerun, keep=keep)
+    check_names(names, only=only, rerun=rerun, keep=keep)
     hashes = {module: fingerprint.code_hashes(module, packages=packages, root=root) for module in _modules(order)}
     draft = Plan(store, (), frozenset(rerun), frozenset(keep), {node.name: hashes[node.module] for node in order})
     made: dict[str, Decision] = {}
@@ -241,6 +239,13 @@ def _missing_input(name: str, missing: str, made: Mapping[str, Decision], *, onl
         f"--only {name}: its input {missing} has no finished output for this configuration ({why}); "
         f"make it with --only {','.join(n for n in made if n in chain)}, or leave --only out"
     )
+
+
+def check_names(names: Sequence[str], *, only: Sequence[str], rerun: Sequence[str], keep: Sequence[str]) -> None:
+    """Raises UserError for a name that is none of `names`, and for options that exclude each other."""
+    for option, values in (("--only", only), ("--rerun", rerun), ("--keep", keep)):
+        _check_names(option, values, names)
+    _check_together(only=only, rerun=rerun, keep=keep)
 
 
 def _check_names(option: str, values: Sequence[str], names: Sequence[str]) -> None:

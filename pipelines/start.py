@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from pipelines import cluster, dag, progress, tracking
+from pipelines import plan as planning
 from pipelines.attempts import ERROR
 from pipelines.config import ExperimentConfig, resolve_storage, to_yaml
 from pipelines.errors import UserError
@@ -36,6 +37,8 @@ def start(
         check_run_folder(store, name=config.name)
     except OSError as error:
         raise UserError(f"cannot read the run folder {store.uri}: {error.strerror or error}") from error
+    # Before the source of images is looked at: a name needs no data.
+    planning.check_names(pipeline.node_names(config), only=only, rerun=rerun, keep=keep)
     nodes = pipeline.nodes(config)
     plan = dag.plan(nodes, store, only=only, rerun=rerun, keep=keep)
     print(to_yaml(config))

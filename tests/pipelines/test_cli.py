@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from pipelines import cli, cluster, evaluate, full_multidim, pipeline, plan, prepare_data, sample, start, train_stage
+from pipelines.config import load
 from pipelines.errors import UserError
 from pipelines.node import Node
 
@@ -83,6 +84,16 @@ def test_refused_in_one_line_before_anything_is_printed_or_written(
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("error: ") and (message is None or err == f"error: {message}\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_names_of_nodes_are_those_of_the_wiring(command: Command) -> None:
+    config = load("debug")
+    assert pipeline.node_names(config) == [node.name for node in pipeline.nodes(config)] == NODES
+
+
+def test_an_unknown_node_is_told_even_where_the_data_is_missing(command: Command) -> None:
+    code, _, err = command(full_multidim.main, "data.root=/nowhere/at/all", "--rerun", "train_baseline")
+    assert code == 2 and "train_baseline: this configuration has no such node" in err
 
 
 def test_data_without_images_is_refused_by_its_place(command: Command, tmp_path: Path) -> None:
@@ -249,6 +260,7 @@ def test_exit_codes_of_a_start(
         Node("third", "toy.nodes:write", needs=("second",)),
     ]
     monkeypatch.setattr(pipeline, "nodes", lambda config: nodes)
+    monkeypatch.setattr(pipeline, "node_names", lambda config: [node.name for node in nodes])
     toy_plan = functools.partial(plan.plan, packages=("toy",), root=TOYS)
     monkeypatch.setattr(start.dag, "plan", toy_plan)
     monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo("embedded", {"CPU": 2.0}))
