@@ -146,9 +146,9 @@ def _decode_jpeg(data: bytes, *, profile: str, strict: bool) -> tuple[np.ndarray
         try:
             pixels = simplejpeg.decode_jpeg(data, **options)
         except ValueError as error:
-            # "Premature end" means that pixels are missing. Other recoverable errors are damaged pixels, which
-            # TensorFlow and Pillow accept without a word: accepted here too, so that counts agree, but flagged.
-            if "premature" in str(error).lower():
+            # A file that ends early lacks pixels. Other recoverable errors are damaged pixels, which TensorFlow and
+            # Pillow accept without a word: accepted here too, so that counts agree, but flagged.
+            if "premature end of jpeg file" in str(error).lower():
                 raise UnusableImage("truncated", str(error)) from None
             if strict:
                 raise UnusableImage("corrupt_data", str(error)) from None

@@ -30,9 +30,7 @@ def split_items(config: DataConfig, root: str, items: list[Item]) -> dict[str, l
     if rule == "auto":
         named = sum(item.split is not None for item in items)
         if 0 < named < len(items):
-            raise UnusableSource(
-                "no_split", f"{named} of {len(items)} images are in a split of their own; use split file"
-            )
+            raise UnusableSource("no_split", f"only {named} of {len(items)} images are in a split; use split=file")
         rule = "own" if named else "by_photo"
     if rule == "by_photo":
         keys = split_photos(config, [item.key for item in items])

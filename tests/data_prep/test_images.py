@@ -13,39 +13,9 @@ from PIL import Image
 
 from data_prep import images
 
-# (height, width, out height, out width): sha256 of TensorFlow 2.21's float32 output, sha256 of it cast to uint8, for
-# the input that `formula_image` gives. Sizes are chosen so that another order of the sums, or a fused multiply-add,
-# changes some value.
-TENSORFLOW_AREA = {
-    (500, 375, 32, 32): (
-        "f47a941cd697811a70864703e4ca5b6ac33e6ec49666fd579436b029e8c5f2c0",
-        "4ec71eedf0bdc73d632ca3bde29004b9cbf03839a6aaf47c189fc7f96c484f56",
-    ),
-    (500, 375, 256, 256): (
-        "c2087c4785da364b6fdb4b3546ae8e7de82dfc79beccde48c5888cfb0f215684",
-        "f5437d1022951f662b52c84413f9ea115505c842ec6692b70c54e83d042bf258",
-    ),
-    (333, 333, 256, 256): (
-        "21f343a90ac652d82790a0c5f37daca23553704ed62cf538dd23cb2345c88219",
-        "d4de6039c99ba423e94a269b8df2a15cc16653ddd55ff6babade5cef8b9ea0b5",
-    ),
-    (1025, 769, 256, 256): (
-        "80e5e32c5625b2f11033d3a00d51d022004fb326fbb4eb4db4eb7ffdb5cf9fba",
-        "3daa4b79fae836680f1a8e7f4cf81817c38ac75b9bd786f73255fa0087f71cdc",
-    ),
-    (200, 300, 256, 256): (
-        "be22427e230f2bc4023aa528b9462865df77f25709c12e6dfe728b8d2b5431a4",
-        "4657d27396bfb86523e90634f0254fcc1929d87778e2a8c1ba4cf1a446f6d8b9",
-    ),
-    (500, 500, 100, 100): (
-        "1810419269ae7096770881a9c3224775974777eda6fdf705c08aded82be2e714",
-        "c649b09015eae12a1177b1cfbe6b19e83ee69b6d384d373ababe48ac6db91419",
-    ),
-    (511, 389, 33, 57): (
-        "39ed5f0d79fb1ca9970c7355be2451f1e557b8b322fd925c10842c93c14d0aff",
-        "c03be07815e988f5a729ec0cd752f4bfc2ca7d8358bb387e5e0f434201f27895",
-    ),
-}
+# What TensorFlow itself made of inputs that a formula gives. Sizes are chosen so that another order of the sums, or a
+# fused multiply-add, changes some value.
+TENSORFLOW_AREA = json.loads((pathlib.Path(__file__).parent / "tensorflow_area.json").read_text())
 
 
 def formula_image(height: int, width: int) -> np.ndarray:
@@ -63,23 +33,23 @@ def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("size", TENSORFLOW_AREA, ids=str)
-def test_area_resize_equals_tensorflow(size: tuple[int, int, int, int]) -> None:
-    height, width, out_height, out_width = size
+@pytest.mark.parametrize("case", TENSORFLOW_AREA["resized"], ids=lambda case: "{}x{}-{}x{}".format(*case))
+def test_area_resize_equals_tensorflow(case: list) -> None:
+    height, width, out_height, out_width, as_float, as_uint8 = case
     resized = images.resize_area(formula_image(height, width), out_height, out_width)
     assert resized.dtype == np.float32
-    as_float, as_uint8 = TENSORFLOW_AREA[size]
     assert sha256(resized) == as_float
     assert sha256(images.to_uint8(resized, profile="tf")) == as_uint8
 
 
-def test_flat_white_loses_a_level_as_in_tensorflow() -> None:
+@pytest.mark.parametrize("case", TENSORFLOW_AREA["flat"], ids=lambda case: "{}-{}-{}".format(*case))
+def test_flat_areas_lose_a_level_where_they_do_in_tensorflow(case: list) -> None:
     """The float32 reciprocal of the area makes 254.99998 of some flat 255: truncation shows it, rounding does not."""
-    white = np.full((281, 281, 3), 255, np.uint8)
-    resized = images.resize_area(white, 32, 32)
+    value, side, out, low, high, nearest = case
+    resized = images.resize_area(np.full((side, side, 3), value, np.uint8), out, out)
     truncated, rounded = (images.to_uint8(resized, profile=profile) for profile in ("tf", "accurate"))
-    assert (truncated.min(), truncated.max()) == (254, 255)
-    assert (rounded == 255).all()
+    assert (truncated.min(), truncated.max()) == (low, high)
+    assert (rounded == nearest).all()
 
 
 def test_area_resize_by_hand() -> None:
@@ -221,3 +191,51 @@ def test_low_depth_keeps_the_high_bits() -> None:
 def test_flags_round_trip() -> None:
     names = ("cmyk", "gray_to_rgb", "upscaled")
     assert set(images.conversions_of(images.flags_of(names))) == set(names)
+
+
+# ---- choices beyond the profile ------------------------------------------------------------------------------------
+
+
+def test_a_square_may_be_squashed() -> None:
+    pixels = formula_image(60, 90)
+    squashed = images.resize_squares(pixels, [16, 8], profile="tf")
+    for side in (16, 8):
+        assert np.array_equal(squashed[side], images.resize_area(pixels, side, side).astype(np.uint8))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_can_be_applied(orientation: int) -> None:
+    from PIL import ImageOps
+
+    small = Image.fromarray(np.random.default_rng(0).integers(0, 256, (5, 7, 3)).astype(np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(small.resize((70, 50)), "JPEG", exif=exif, quality=95)
+    decoded = images.decode(data, profile="accurate", exif="apply")
+    upright = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
+    assert np.array_equal(decoded.pixels, upright)
+    assert decoded.conversions == (() if orientation == 1 else ("exif_orientation_applied",))
+    assert images.header_size(data, exif="apply") == upright.shape[:2]
+    assert images.header_size(data) == (50, 70)
+
+
+def test_suffix_that_says_another_format_is_flagged() -> None:
+    data = encoded(Image.new("RGB", (20, 20)), "PNG")
+    for name, flags in (("a.JPEG", ("wrong_extension",)), ("a.PNG", ()), ("train/a#0012", ()), (None, ())):
+        assert images.decode(data, profile="tf", name=name).conversions == flags
+    assert images.decode(encoded(Image.new("RGB", (9, 7)), "PNG"), profile="tf").conversions == ("tiny",)
+
+
+def test_damaged_pixels_are_flagged_or_refused() -> None:
+    whole = encoded(Image.effect_noise((64, 64), 50).convert("RGB"), "JPEG")
+    data, middle = bytearray(whole), len(whole) // 2
+    data[middle : middle + 2] = b"\xff\xd4"  # a restart mark where none belongs
+    assert images.decode(bytes(data), profile="tf").conversions == ("jpeg_warning",)
+    with pytest.raises(images.UnusableImage, match="corrupt_data"):
+        images.decode(bytes(data), profile="tf", strict_jpeg=True)
+
+
+def test_raw_pixels_in_planes_and_interleaved() -> None:
+    square = formula_image(4, 4)
+    assert np.array_equal(images.from_raw(square.tobytes(), planar=False).pixels, square)
+    assert np.array_equal(images.from_raw(square.transpose(2, 0, 1).tobytes(), planar=True).pixels, square)

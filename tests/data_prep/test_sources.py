@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from data_prep import sources
-from data_prep.config import DataConfig
+from data_prep.config import SOURCES, DataConfig
 
 
 def config(root: object = None) -> DataConfig:
@@ -79,3 +80,38 @@ def test_unusable_folders_are_said_in_one_line(tmp_path: pathlib.Path):
         with pytest.raises(ValueError, match=message) as error:
             sources.find(config(root))
         assert str(root) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_may_be_two_sources_is_refused_with_both_names(tmp_path: pathlib.Path, make_photos: Callable):
+    make_photos(tmp_path / "train" / "n01440764", 1)
+    (tmp_path / "data_batch_1.bin").write_bytes(b"x")
+    with pytest.raises(
+        ValueError, match=r"may be ilsvrc_folder \(it has train/n0.*; cifar10 \(it has data_batch_1.bin"
+    ):
+        sources.find(config(tmp_path))
+    (tmp_path / "data_batch_1.bin").unlink()
+    found = sources.find(config(tmp_path))
+    assert (found.name, found.why) == ("ilsvrc_folder", "it has train/n01440764/photo_00.jpg")
+
+
+def test_a_named_source_without_its_files_shows_the_layout(tmp_path: pathlib.Path, make_photos: Callable):
+    make_photos(tmp_path, 1)
+    for name in SOURCES:
+        if name not in ("auto", "folder", "celebahq"):
+            named = dataclasses.replace(config(tmp_path), source=name)
+            with pytest.raises(ValueError, match=f"the folder has no files of source {name}: ") as error:
+                sources.find(named)
+            assert "\n" not in str(error.value)
+
+
+def test_every_source_is_described():
+    described = sources.describe()
+    assert {name for name, _, _ in described} == set(SOURCES) - {"auto"}
+    assert all(layout and count and "\n" not in layout for _, layout, count in described)
+
+
+def test_listing_hash_of_an_archive_does_not_read_it(tmp_path: pathlib.Path):
+    (tmp_path / "ILSVRC2012_img_train.tar").write_bytes(b"no tar at all")
+    assert len(sources.listing_hash(config(tmp_path))) == 64
+    with pytest.raises(ValueError, match="not_an_archive"):
+        sources.find(config(tmp_path))

@@ -1,0 +1,93 @@
+"""Who is train, valid and test: the source's own split, drawn by the seed, or from a file.
+
+pytest tests/data_prep/test_splits.py
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from data_prep.config import DataConfig
+from data_prep.sources.item import Item, UnusableSource
+from data_prep.splits import split_items, split_photos
+
+
+def config(**changes: object) -> DataConfig:
+    return DataConfig(**{**dict(dataset="pictures", image_size=8, resolutions=[8], bits=[8]), **changes})
+
+
+def items(**numbers: int) -> list[Item]:
+    """items(train=3) -> three items of the split train; `none` for items without one."""
+    return [
+        Item(f"{split}/{i}.png", f"{split}/{i}.png", 1, split=None if split == "none" else split)
+        for split, number in numbers.items()
+        for i in range(number)
+    ]
+
+
+def sizes(config: DataConfig, found: list[Item], root: str = "x") -> dict[str, int]:
+    return {split: len(part) for split, part in split_items(config, root, found).items()}
+
+
+def test_own_test_split_stays_and_valid_is_drawn_from_train():
+    rule, found = config(num_valid_photos=3), items(train=10, test=4)
+    by_split = split_items(rule, "x", found)
+    assert {item.key for item in by_split["test"]} == {f"test/{i}.png" for i in range(4)}
+    assert [item.split for item in by_split["valid"]] == ["train"] * 3
+    assert {item.key for part in by_split.values() for item in part} == {item.key for item in found}
+    again = split_items(config(num_valid_photos=3, seed=1), "x", found)["valid"]
+    assert again != by_split["valid"]
+    smaller = split_items(rule, "x", [item for item in found if item not in by_split["train"][:1]])
+    assert smaller["valid"] == by_split["valid"]  # an image that goes does not reshuffle the others
+
+
+def test_own_valid_split_stays():
+    assert sizes(config(), items(train=5, valid=2, test=1)) == {"train": 5, "valid": 2, "test": 1}
+    with pytest.raises(ValueError, match="num_valid_photos is 2; the source has its own"):
+        sizes(config(num_valid_photos=2), items(train=5, valid=2))
+
+
+def test_by_photo_where_the_source_has_no_split_or_is_told_to():
+    rule = config(num_valid_photos=1, num_test_photos=2)
+    assert sizes(rule, items(none=9)) == {"train": 6, "valid": 1, "test": 2}
+    told = config(num_valid_photos=1, num_test_photos=2, split="by_photo")
+    assert sizes(told, items(train=5, test=4)) == {"train": 6, "valid": 1, "test": 2}
+    keys = split_photos(rule, [item.key for item in items(none=9)])
+    assert {s: [i.key for i in part] for s, part in split_items(rule, "x", items(none=9)).items()} == {
+        split: sorted(found) for split, found in keys.items()
+    }
+
+
+def test_contradictions_are_named():
+    with pytest.raises(ValueError, match="num_test_photos is 2; the source is split already"):
+        sizes(config(num_test_photos=2), items(train=5, test=4))
+    with pytest.raises(ValueError, match="num_valid_photos is 5; the source has 5 train images"):
+        sizes(config(num_valid_photos=5), items(train=5, test=4))
+    with pytest.raises(UnusableSource, match="no_split: only 5 of 7"):
+        sizes(config(), items(train=5, none=2))
+    with pytest.raises(ValueError, match="split is 'glow'; it takes 3000 images for test, the source has 5"):
+        sizes(config(split="glow"), items(none=5))
+
+
+def test_file_names_the_split_of_every_image(tmp_path: pathlib.Path):
+    found = [Item(key, key, 1) for key in ("a.png", "b c.png", "d.png")]
+    path = tmp_path / "splits.csv"
+    path.write_text('a.png,train\n"b c.png",test\n\nd.png train\n')
+    for name in ("splits.csv", str(path), path.as_uri()):
+        rule = config(split="file", split_file=name)
+        assert sizes(rule, found, str(tmp_path)) == {"train": 2, "valid": 0, "test": 1}
+    rule = config(split="file", split_file="splits.csv", num_valid_photos=1)
+    assert sizes(rule, found, str(tmp_path)) == {"train": 1, "valid": 1, "test": 1}
+    for text, message in [
+        ("a.png,train\n", "names 1 images, the source has 3, 2 of them without a split, such as b c.png"),
+        ("a.png,train\nb c.png,test\nd.png,train\ne.png,train\n", "names 4 images, the source has 3"),
+        ("a.png,holdout\n", "'a.png,holdout' names none of train, valid, test"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(UnusableSource, match=f"split_mismatch.*{message}"):
+            sizes(rule, found, str(tmp_path))
+    path.unlink()
+    with pytest.raises(UnusableSource, match="missing_file: splits.csv"):
+        sizes(rule, found, str(tmp_path))
