@@ -1,0 +1,107 @@
+"""On an NVIDIA GPU: the same numbers as on the CPU, in training steps, bfloat16 and sampling.
+
+python -m pytest -m gpu tests/spn/test_gpu.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from spn.layers import IntensityEmbedding
+from spn.model import SPN, nll_nats
+from spn.sampling import incremental_logits, sample_chain
+from spn.training import Batch, TrainConfig, TrainState, train_step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+
+def networks(tiny_config) -> list[SPN]:
+    torch.manual_seed(0)
+    size = dict(image_size=8, scaling_factor=2)
+    return [
+        SPN(tiny_config("first_slice", num_bits=3, **size)),
+        SPN(tiny_config("size_upscale", num_bits=3, **size)),
+        SPN(tiny_config("depth_upscale", num_bits=5, num_given_bits=3, **size)),
+    ]
+
+
+def inputs(model: SPN, batch: int, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    config = model.config
+
+    def draw(num_values: int) -> torch.Tensor:
+        return torch.randint(num_values, (batch, 3, config.image_size, config.image_size), generator=generator)
+
+    index = torch.randint(1 if config.stage == "first_slice" else config.num_slices, (batch,), generator=generator)
+    given = draw(2**config.num_given_bits) if config.num_given_bits else None
+    return Batch(draw(config.num_values), index, given, ["x"] * batch)
+
+
+def moved(batch: Batch) -> Batch:
+    given = None if batch.given is None else batch.given.cuda()
+    return dataclasses.replace(batch, image=batch.image.cuda(), index=batch.index.cuda(), given=given)
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("optimizer", ["rmsprop", "adamw"])
+def test_training_steps_equal_the_cpus(which, optimizer, tiny_config):
+    settings = TrainConfig(num_steps=5, batch_size=6, optimizer=optimizer, learning_rate=1e-3, polyak_warmup=True)
+    finished = {}
+    for device in ("cpu", "cuda"):
+        model = networks(tiny_config)[which].to(device)
+        state = TrainState.create(model, settings)
+        for step in range(3):
+            batch = inputs(model, 6, step)
+            train_step(state, [moved(batch) if device == "cuda" else batch], config=settings, forward=model)
+        finished[device] = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    for name, weight in finished["cpu"].items():
+        torch.testing.assert_close(finished["cuda"][name], weight, rtol=2e-3, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("compiled", [False, True])
+def test_bfloat16_loss_is_close_to_float32(which, compiled, tiny_config):
+    model = networks(tiny_config)[which].cuda()
+    batch = moved(inputs(model, 64, 1))
+    forward = torch.compile(model) if compiled else model
+    with torch.autocast("cuda", torch.bfloat16):
+        half = nll_nats(forward(batch.image, batch.index, batch.given), model.target(batch.image, batch.index)).sum()
+    whole = nll_nats(model(batch.image, batch.index, batch.given), model.target(batch.image, batch.index)).sum()
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, whole, rtol=1e-2, atol=0.0)
+    half.backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_table_gradient_under_autocast_is_the_embeddings():
+    layer = IntensityEmbedding(num_values=32).cuda()
+    values = torch.randint(32, (16, 8, 8, 112, 3), device="cuda")
+    upstream = torch.randn(*values.shape[:-1], 24, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        rows = layer(values)
+    (found,) = torch.autograd.grad(rows, layer.table.weight, upstream.to(rows.dtype))
+    exact = torch.nn.functional.embedding(values + layer.offset, layer.table.weight).flatten(-2)
+    (expected,) = torch.autograd.grad(exact, layer.table.weight, upstream)
+    assert (found - expected).norm() / expected.norm() < 1e-2
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_incremental_logits_equal_the_full_forward(which, tiny_config):
+    model = networks(tiny_config)[which].cuda().double().eval()
+    batch = moved(inputs(model, 3, 2))
+    context = model.context(batch.image, batch.index, batch.given)
+    target = model.target(batch.image, batch.index)
+    full = model.decoder(target, context)
+    torch.testing.assert_close(incremental_logits(model, target, context), full, rtol=0, atol=1e-9)
+
+
+def test_a_chain_is_sampled_as_on_the_cpu(tiny_config):
+    """In float64 no rounding decides a draw: the same images from the same seed."""
+    chain = {m.config.stage: m.double().eval() for m in networks(tiny_config)}
+    expected = sample_chain(chain, seed=3, images=range(4))
+    found = sample_chain({stage: m.cuda() for stage, m in chain.items()}, seed=3, images=range(4))
+    for stage, image in expected.items():
+        assert torch.equal(found[stage].cpu(), image), stage
