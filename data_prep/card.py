@@ -9,11 +9,16 @@ _PROFILES = {
     "tf": "JPEG by the fast integer DCT, area resize, truncation to uint8: equal to TensorFlow's default operations",
     "accurate": "JPEG by the accurate DCT, area resize, rounding to the nearest uint8",
 }
+_CROPS = {
+    "center": "central square of each photo",
+    "squash": "the whole photo, squashed into a square",
+    "random": "a square at a random place along the longer side of each photo",
+}
 
 
 def text(manifest: Manifest) -> str:
     config = manifest.config
-    crop = "central square of each photo"
+    crop = _CROPS.get(config["crop"], "")
     if config["crop"] == "tiles":
         stride = config["tile_stride"] or config["tile_size"]
         crop = f"tiles of {config['tile_size']} pixels, every {stride} pixels in train, without overlap elsewhere"
@@ -33,8 +38,8 @@ RGB images as Parquet, one folder for each resolution ({_numbers(config["resolut
 | --- | --- | --- | --- |
 {rows}
 
-- Crop: {crop}. Splits are by photo: no photo is in two of them.
-- Pixels: {_PROFILES[config["profile"]]}.
+- Source: `{manifest.source["name"]}`. Crop: {crop}. Splits ({config["split"]}) are by photo: none is in two of them.
+- Pixels: {_PROFILES[config["profile"]]}{_deviations(config)}.
 - Conversions, in images: {_counts(manifest.conversions)}.
 - Photos that could not be used (`quarantine.parquet`): {_counts(manifest.quarantine)}.
 - Files of the source that are no images: {_counts(manifest.source["skipped"])}.
@@ -44,6 +49,14 @@ RGB images as Parquet, one folder for each resolution ({_numbers(config["resolut
 - Plan `{manifest.plan_hash}`, {", ".join(f"{name} {version}" for name, version in manifest.versions.items())}.
 - {licence}
 """
+
+
+def _deviations(config: dict) -> str:
+    """What the configuration changes of its profile."""
+    names = [f"{name} {config[name]}" for name in ("dct", "rounding") if config[name] is not None]
+    if config["exif"] == "apply":
+        names.append("EXIF orientation applied")
+    return f"; but {', '.join(names)}" if names else ""
 
 
 def counts(manifest: Manifest) -> list[str]:

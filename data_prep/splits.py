@@ -133,10 +133,11 @@ def _from_file(config: DataConfig, root: str, items: list[Item]) -> dict[str, st
 
 def _lines(root: str, names: tuple[str, ...]) -> list[str]:
     """Lines of the first of the files that is there: below the root, or anywhere by path or URI."""
+    below, folder = files.locate(root)
     for name in names:
-        for uri in (f"{root.rstrip('/')}/{name}", name):
-            filesystem, path = files.locate(uri)
-            if files.exists(filesystem, path):
-                text = files.read_bytes(filesystem, path).decode()
-                return [line for line in text.splitlines() if line.strip()]
+        anywhere = "://" in name or name.startswith(("/", "~"))
+        filesystem, path = files.locate(name) if anywhere else (below, f"{folder}/{name}")
+        if files.exists(filesystem, path):
+            text = files.read_bytes(filesystem, path).decode()
+            return [line for line in text.splitlines() if line.strip()]
     raise UnusableSource("missing_file", f"{names[0]} is not below {root}")

@@ -1,0 +1,122 @@
+"""Sources on an S3 server give what the same files give locally.
+
+pytest tests/data_prep/sources/test_object_store.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import pathlib
+import tarfile
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+import pytest
+
+from data_prep import files, images, sources
+from data_prep.config import DataConfig
+from data_prep.sources.reading import Reader
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Callable[[str], str]]:
+    """s3(path) -> its URI on a server in this process, which listens on the loopback interface only."""
+    server_module = pytest.importorskip("moto.server")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    options = f"scheme=http&endpoint_override={host}:{port}&region=us-east-1&allow_bucket_creation=true"
+    yield lambda path: f"s3://key:secret@{path}?{options}"
+    server.stop()
+
+
+def upload(folder: pathlib.Path, uri: str) -> None:
+    filesystem, path = files.locate(uri)
+    filesystem.create_dir(path.partition("/")[0])
+    pafs.copy_files(str(folder), path, destination_filesystem=filesystem)
+
+
+def write_sources(root: pathlib.Path, jpegs: list[tuple[str, bytes]]) -> dict[str, DataConfig]:
+    """One folder for each way of reading: whole files, members of tars, rows of Parquet, raw pixels, packed pixels."""
+    base = DataConfig(dataset="pictures", image_size=32, resolutions=[32], bits=[8], num_valid_photos=1)
+    (root / "photos").mkdir(parents=True)
+    for i, (_, data) in enumerate(jpegs):
+        (root / "photos" / f"{i}.jpg").write_bytes(data)
+    (root / "tars").mkdir()
+    with tarfile.open(root / "tars" / "ILSVRC2012_img_train.tar", "w") as outer:
+        for synset, data in jpegs:
+            buffer = io.BytesIO()
+            with tarfile.open(fileobj=buffer, mode="w") as tar:
+                info = tarfile.TarInfo(f"{synset}_1.JPEG")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+            info = tarfile.TarInfo(f"{synset}.tar")
+            info.size = len(buffer.getvalue())
+            outer.addfile(info, io.BytesIO(buffer.getvalue()))
+    (root / "parquet").mkdir()
+    rows = pa.array(
+        [{"bytes": data, "path": None} for _, data in jpegs], pa.struct({"bytes": "binary", "path": "string"})
+    )
+    pq.write_table(pa.table({"image": rows}), root / "parquet" / "train.parquet", row_group_size=4)
+    pixels = np.stack(
+        [images.resize_square(images.decode(data, profile="tf").pixels, 32, profile="tf") for _, data in jpegs]
+    )
+    planes = pixels.transpose(0, 3, 1, 2).reshape(len(jpegs), -1)
+    for name, save in (("stored", np.savez), ("deflated", np.savez_compressed)):
+        (root / name).mkdir()
+        save(root / name / "train_data_batch_1.npz", data=planes, labels=np.arange(1, 1 + len(jpegs)))
+    box = dataclasses.replace(base, dataset="imagenet_box-part")
+    return {"photos": base, "tars": base, "parquet": base, "stored": box, "deflated": box}
+
+
+def test_sources_on_s3_are_those_on_disk(tmp_path: pathlib.Path, jpegs: list, s3: Callable, rendered: Callable):
+    configs = write_sources(tmp_path / "raw", jpegs)
+    upload(tmp_path / "raw", s3("bucket/raw"))
+    for name, config in configs.items():
+        local = dataclasses.replace(config, root=str(tmp_path / "raw" / name))
+        remote = dataclasses.replace(config, root=s3(f"bucket/raw/{name}"))
+        here, there = sources.find(local), sources.find(remote)
+        assert here.items == there.items and here.name == there.name, name
+        assert sources.listing_hash(remote) == there.listing_hash
+        rows = rendered(local)
+        found = rendered(remote)
+        assert rows.keys() == found.keys() and len(rows["train"]) == len(jpegs) - 1
+        for split, part in rows.items():
+            assert part.keys() == found[split].keys(), name
+            assert all(np.array_equal(px, found[split][key][1]) for key, (_, px) in part.items()), name
+
+
+def test_a_split_file_may_lie_on_s3(tmp_path: pathlib.Path, jpegs: list, s3: Callable, rendered: Callable):
+    (tmp_path / "raw").mkdir()
+    for i, (_, data) in enumerate(jpegs):
+        (tmp_path / "raw" / f"{i}.jpg").write_bytes(data)
+    lines = [f"{i}.jpg,{'test' if i == 2 else 'train'}" for i in range(len(jpegs))]
+    (tmp_path / "raw" / "splits.csv").write_text("\n".join(lines))
+    upload(tmp_path / "raw", s3("other/raw"))
+    config = DataConfig(
+        dataset="pictures",
+        image_size=8,
+        resolutions=[8],
+        bits=[8],
+        root=s3("other/raw"),
+        split="file",
+        split_file="splits.csv",
+    )
+    assert list(rendered(config)["test"]) == ["2.jpg"]
+    assert list(rendered(dataclasses.replace(config, split_file=s3("other/raw/splits.csv")))["test"]) == ["2.jpg"]
+
+
+def test_a_file_that_became_shorter_is_an_error(tmp_path: pathlib.Path, jpegs: list):
+    write_sources(tmp_path, jpegs)
+    config = DataConfig(dataset="x", image_size=8, resolutions=[8], bits=[8], root=str(tmp_path / "tars"))
+    last = max(sources.find(config).items, key=lambda item: item.offset)
+    path = tmp_path / "tars" / last.path
+    path.write_bytes(path.read_bytes()[: last.offset + 10])
+    with Reader(config.root) as reader, pytest.raises(OSError, match="it has changed since it was listed"):
+        reader.read(last)
