@@ -160,7 +160,7 @@ def quarantine_record(reader: sources.Reader, item: Item, reason: str, message: 
         reason=reason,
         message=message,
     )
-    return record, content_of(item.key, data)
+    return record, content_of(f"{item.key}@{item.offset}", data)  # its key may be that of an image that is used
 
 
 def content_of(key: str, data: bytes) -> str:

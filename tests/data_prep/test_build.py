@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import pathlib
+import tarfile
 from collections.abc import Callable
 
 import numpy as np
@@ -202,3 +203,31 @@ def test_training_needs_a_photo(config: DataConfig):
     greedy = dataclasses.replace(config, num_test_photos=10)
     with pytest.raises(ValueError, match="num_valid_photos \\+ num_test_photos is 12; the source has 12 photos"):
         make_plan(greedy, sources.find(greedy))
+
+
+def test_archives_are_built_like_folders_and_nothing_is_lost(config: DataConfig, tmp_path: pathlib.Path):
+    """A duplicate shares its key with an image that is used; both are in the books."""
+    root = tmp_path / "tars"
+    root.mkdir()
+    with tarfile.open(root / "ILSVRC2012_img_train.tar", "w") as tar:
+        for path in [*sorted((tmp_path / "raw").iterdir()), tmp_path / "raw" / "photo_00.jpg"]:
+            tar.add(path, f"n0{path.stat().st_size % 2}000000/{path.name}")
+        tar.addfile(tarfile.TarInfo("n00000000/empty.JPEG"))
+    with tarfile.open(root / "ILSVRC2012_img_val.tar", "w") as tar:
+        for number, name in enumerate(("photo_01.png", "photo_02.jpg"), 1):
+            tar.add(tmp_path / "raw" / name, f"ILSVRC2012_val_{number:08d}.JPEG")
+    config = dataclasses.replace(config, root=str(root), num_test_photos=0, max_quarantine_fraction=0.2)
+    out = tmp_path / "set"
+    manifest = build(config, out=str(out), progress=quiet)
+    assert manifest.num_images == {"train": 10, "valid": 2, "test": 2} and verify(str(out)) == []
+    assert manifest.quarantine == {"duplicate_name": 1, "empty": 1}
+    assert manifest.conversions["wrong_extension"] == 1  # a PNG as ILSVRC2012_val_00000001.JPEG
+    source = manifest.source
+    assert (source["name"], source["recognised_by"]) == ("ilsvrc_tar", "it has ILSVRC2012_img_train.tar")
+    assert source["duplicate_content"] == 3  # both of val, and the member that is there twice
+    records = pq.read_table(out / "quarantine.parquet").to_pylist()
+    assert [record["reason"] for record in records] == ["empty", "duplicate_name"]
+    labels = open_dataset(str(out)).read(resolution=8, bits=3, split="train", columns=["label"]).column(0)
+    assert set(labels.to_pylist()) == {0, 1}
+    with pytest.raises(TooManyUnusable, match="2 of 16 photos .* 1 duplicate_name, 1 empty"):
+        build(dataclasses.replace(config, max_quarantine_fraction=None), out=str(tmp_path / "no"), progress=quiet)

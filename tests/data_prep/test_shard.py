@@ -1,0 +1,109 @@
+"""One shard without Ray: squares, refused sizes, equal content, records of the quarantine.
+
+pytest tests/data_prep/test_shard.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import pathlib
+import pickle
+import tarfile
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+
+from data_prep import images, sources
+from data_prep.config import DataConfig
+from data_prep.order import draws
+from data_prep.parquet import QUARANTINE_SCHEMA
+from data_prep.plan import content_of, make_plan, num_duplicates
+from data_prep.shard import write_shard
+
+
+@pytest.fixture
+def config(tmp_path: pathlib.Path, make_photos: Callable) -> DataConfig:
+    make_photos(tmp_path / "raw", 4)
+    make_photos(tmp_path / "raw" / "tall", 4, height=90, width=40)
+    return DataConfig(dataset="photos", root=str(tmp_path / "raw"), image_size=16, resolutions=[16, 8], bits=[8])
+
+
+def whole(config: DataConfig, key: str) -> np.ndarray:
+    return images.decode((pathlib.Path(config.root) / key).read_bytes(), profile="tf").pixels
+
+
+def sidecar_of(config: DataConfig, out: pathlib.Path) -> dict:
+    plan = make_plan(config, sources.find(config))
+    (shard,) = plan.shards
+    task = {"shard": pickle.dumps(shard)}
+    return json.loads(write_shard(task, config=config, root=config.root, out=str(out), plan_hash="p")["sidecar"])
+
+
+def test_squash_keeps_all_of_a_photo(config: DataConfig, rendered: Callable):
+    for key, (_, px) in rendered(dataclasses.replace(config, crop="squash"))["train"].items():
+        assert np.array_equal(px, images.resize_area(whole(config, key), 16, 16).astype(np.uint8)), key
+
+
+def test_random_squares_lie_where_seed_and_key_say(config: DataConfig, rendered: Callable):
+    places = set()
+    for key, (_, px) in rendered(dataclasses.replace(config, crop="random", seed=3))["train"].items():
+        pixels = whole(config, key)
+        longer, side = max(pixels.shape[:2]), min(pixels.shape[:2])
+        (place,) = draws(3, [key], [0], purpose="crop", high=longer - side + 1)
+        square = pixels[place:, :][:side] if key.startswith("tall/") else pixels[:, place:][:, :side]
+        assert np.array_equal(px, images.resize_square(square, 16, profile="tf")), key
+        places.add(int(place))
+    assert len(places) > 4
+
+
+def test_rounding_and_dct_are_separate_choices(config: DataConfig, rendered: Callable):
+    mixed = dataclasses.replace(config, dct="accurate", rounding="truncate")
+    data = {key: (pathlib.Path(config.root) / key).read_bytes() for key in rendered(mixed)["train"]}
+    for key, (_, px) in rendered(mixed)["train"].items():
+        square = images.center_crop(images.decode(data[key], profile="accurate").pixels)
+        assert np.array_equal(px, images.resize_square(square, 16, profile="tf")), key
+
+
+def test_photos_that_would_be_scaled_up_can_be_refused(config: DataConfig, tmp_path: pathlib.Path):
+    large = dataclasses.replace(config, image_size=50, resolutions=[50])
+    assert sidecar_of(large, tmp_path / "a")["conversions"] == {"upscaled": 4}  # the tall ones, 40 pixels wide
+    strict = sidecar_of(dataclasses.replace(large, allow_upscaling=False), tmp_path / "b")
+    assert [record["reason"] for record in strict["quarantine"]] == ["too_small"] * 4 and strict["num_rows"] == 4
+
+
+def test_equal_content_is_counted_across_shards_and_tiles():
+    a, b = content_of("a", b"x" * 20_000), content_of("b", b"x" * 20_000)
+    other, none = content_of("c", b"x" * 20_001), content_of("d", b"")
+    assert num_duplicates([]) == num_duplicates([a, other, none]) == 0
+    assert num_duplicates([a + b, other]) == 1
+    assert num_duplicates([a, a, other + a]) == 0  # the same photo, seen by three shards
+    assert num_duplicates([a, b, content_of("e", b"x" * 20_000)]) == 2
+
+
+def test_quarantine_says_where_the_bytes_are(tmp_path: pathlib.Path):
+    good = io.BytesIO()
+    Image.new("RGB", (20, 20), (9, 8, 7)).save(good, "PNG")
+    root = tmp_path / "raw"
+    root.mkdir()
+    with tarfile.open(root / "ILSVRC2012_img_train.tar", "w") as tar:
+        for name, data in (("n1/a.png", good.getvalue()), ("n1/b.png", b"no image"), ("n1/a.png", b"again")):
+            info = tarfile.TarInfo(f"n0000000{name}")
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    config = DataConfig(dataset="part", root=str(root), image_size=8, resolutions=[8], bits=[8])
+    plan = make_plan(config, sources.find(config))
+    (twice,) = plan.rejected
+    (broken,) = sidecar_of(config, tmp_path / "set")["quarantine"]
+    assert (twice["key"], twice["reason"]) == ("train/n0000000n1/a.png", "duplicate_name")
+    assert (broken["key"], broken["reason"]) == ("train/n0000000n1/b.png", "not_an_image")
+    archive = (root / "ILSVRC2012_img_train.tar").read_bytes()
+    for record, data in ((twice, b"again"), (broken, b"no image")):
+        assert record["source"] == "ILSVRC2012_img_train.tar" and record["sha256"] == hashlib.sha256(data).hexdigest()
+        assert archive[record["offset"] :][: record["size"]] == data
+    assert pa.Table.from_pylist([twice, broken], schema=QUARANTINE_SCHEMA).num_rows == 2
