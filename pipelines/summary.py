@@ -62,7 +62,7 @@ def data_lines(report: RunReport) -> list[str]:
 def bits_table(results: Mapping) -> Table:
     """Exact bits/dim beside what a histogram of the training pixels and a uniform distribution need."""
     size, count = results["image_size"], results["num_images"]
-    table = Table(title=f"bits/dim, exact on {count} test images of {results['dataset']}, {size}x{size}")
+    table = Table(title=f"bits/dim on {count} test images of {results['dataset']} {size}x{size}", min_width=60)
     table.add_column("part")
     for column in ("this model", "histogram", "uniform"):
         table.add_column(column, justify="right")
