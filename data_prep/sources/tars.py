@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -15,8 +15,11 @@ import pyarrow as pa
 from data_prep.sources.item import Index, Item, UnusableSource
 from data_prep.sources.listing import is_hidden
 
-_BUFFER_BYTES = 1 << 18  # one read of the headers and, of small members, of what lies between
+# One read takes headers and all that lies between: a million small requests would take hours on an object store or a
+# slow disk, reading through takes minutes.
+_BUFFER_BYTES = 1 << 23
 _BLOCK = 512
+_MAX_WANTED = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +28,21 @@ class Member:
     offset: int  # of its bytes, in the file that holds the archive
     size: int
     is_regular: bool  # no link, device or sparse file
+    data: bytes | None = None  # of members that the caller wants to read at once
 
 
 def members(
-    stream: pa.NativeFile, *, path: str, begin: int = 0, size: int | None = None, allow_truncated: bool = False
+    stream: pa.NativeFile,
+    *,
+    path: str,
+    begin: int = 0,
+    size: int | None = None,
+    allow_truncated: bool = False,
+    wants: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[Member]:
     """All members but folders, in their order. `begin` and `size`: where an inner archive lies in the stream.
+
+    `wants` says by name of which small members the bytes are given too.
 
     Raises UnusableSource (`path` is its name for people): not_an_archive; truncated_archive when it ends inside a
     member or without the zero blocks that end a tar, so that a short download never passes for a whole set; with
@@ -50,7 +62,11 @@ def members(
                 return
             if not member.isdir():
                 is_regular = member.isreg() and not member.issparse()
-                yield Member(member.name, begin + member.offset_data, member.size, is_regular)
+                data = None
+                if is_regular and member.size <= _MAX_WANTED and wants(member.name):
+                    window.seek(member.offset_data)
+                    data = window.read(member.size)
+                yield Member(member.name, begin + member.offset_data, member.size, is_regular, data)
         window.seek(archive.offset)
         end = window.read(_BLOCK)
     except tarfile.TarError as error:

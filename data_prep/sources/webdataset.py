@@ -82,7 +82,7 @@ def index(listing: Listing, config: DataConfig) -> Index:
 
 def _samples(found: Index, stream: pa.NativeFile, path: str, config: DataConfig) -> Iterator[_Sample]:
     sample: _Sample | None = None
-    for member in members(stream, path=path, allow_truncated=config.allow_truncated_archive):
+    for member in members(stream, path=path, allow_truncated=config.allow_truncated_archive, wants=_is_label):
         if is_side_file(member.name):
             found.num_skipped += 1
             continue
@@ -95,10 +95,14 @@ def _samples(found: Index, stream: pa.NativeFile, path: str, config: DataConfig)
         sample.names.add(suffix)
         if is_image_name(member.name):
             sample.image = member
-        elif suffix in _LABELS and member.is_regular:
-            _read_label(sample, suffix, stream.read_at(member.size, member.offset))
+        elif suffix in _LABELS and member.data is not None:
+            _read_label(sample, suffix, member.data)
     if sample is not None:
         yield sample
+
+
+def _is_label(name: str) -> bool:
+    return name.rpartition(".")[2].lower() in _LABELS
 
 
 def _read_label(sample: _Sample, suffix: str, data: bytes) -> None:
