@@ -60,10 +60,11 @@ def _deviations(config: dict) -> str:
 
 
 def counts(manifest: Manifest) -> list[str]:
-    """The same for a terminal, in three lines: images by split, what was converted, what could not be used."""
+    """The same for a terminal, a line each: source, images by split, what was converted, what could not be used."""
     found = manifest.num_images
     images = ", ".join(f"{found[split]} {split}" for split in SPLITS if split in found)
-    lines = [f"data set {manifest.dataset}: {sum(manifest.num_images.values())} images ({images})"]
+    lines = [f"source: {manifest.source['name']} ({manifest.source['recognised_by']})"]
+    lines += [f"data set {manifest.dataset}: {sum(manifest.num_images.values())} images ({images})"]
     for what, found in (("converted", manifest.conversions), ("quarantined", manifest.quarantine)):
         lines.append(f"{what}: {sum(found.values())}" + (f" ({_counts(found)})" if found else ""))
     return lines

@@ -85,7 +85,7 @@ def find(config: DataConfig) -> Source:
 
 def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFile], str]:
     """(reader, files that it reads, what it was recognised by). `folder` is what is left when nothing else fits."""
-    name, why = config.source, "source names it"
+    name, why = config.source, "named in the configuration"
     if name == "auto":
         special = {n: text for n, r in _READERS.items() if n != "folder" and (text := r.recognise(listing, config))}
         if len(special) > 1:

@@ -115,3 +115,9 @@ def test_listing_hash_of_an_archive_does_not_read_it(tmp_path: pathlib.Path):
     assert len(sources.listing_hash(config(tmp_path))) == 64
     with pytest.raises(ValueError, match="not_an_archive"):
         sources.find(config(tmp_path))
+
+
+def test_the_page_about_sources_has_every_one():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "sources.md").read_text()
+    for name, _, _ in sources.describe():
+        assert f"| `{name}` |" in page
