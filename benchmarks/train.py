@@ -4,7 +4,7 @@
 
 Random images, the stage's own optimiser, bfloat16, torch.compile; whole optimiser steps are timed after a warm-up.
 mfu counts the dense products of forward and backward (torch's FLOP counter on the uncompiled network) over
-PEAK_FLOPS; mfu_useful leaves out masked weights and the half of causal attention that is masked.
+what the card reaches (spn/flops.py); mfu_useful leaves out masked weights and the masked half of causal attention.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from pipelines.config import load, stage_model_config, stage_train_config
-from spn.flops import training_flops
+from spn.flops import peak_flops, training_flops
 from spn.model import SPN
 from spn.training import Batch, TrainState, train_step
-
-PEAK_FLOPS = 790e12  # bfloat16 products measured on an H100 or H200; the data sheet's 989e12 is not reached
 
 
 def main() -> None:
@@ -87,6 +85,7 @@ def measure(model_config, train_config, *, batch: int, accumulate: int, steps: i
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - started) / steps / accumulate
     dense, useful = training_flops(model_config)
+    peak = peak_flops(torch.cuda.get_device_name())
     return {
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -94,8 +93,8 @@ def measure(model_config, train_config, *, batch: int, accumulate: int, steps: i
         "images_per_sec": batch / seconds,
         "accumulate": accumulate,
         "micro_step_sec": seconds,
-        "mfu": batch * dense / seconds / PEAK_FLOPS,
-        "mfu_useful": batch * useful / seconds / PEAK_FLOPS,
+        "mfu": peak and batch * dense / seconds / peak,
+        "mfu_useful": peak and batch * useful / seconds / peak,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "tflop_per_slice": dense / 1e12,
         "compile_and_warm_up_sec": warm,

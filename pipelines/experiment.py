@@ -197,17 +197,17 @@ class BatchPlan:
 
 
 def batch_plan(train: TrainConfig, num_workers: int) -> BatchPlan:
-    """Raises ValueError where the batch cannot be shared evenly."""
+    """The largest micro-batches within train.micro_batch_size, the rest by accumulation.
+
+    Raises ValueError where the workers cannot share the batch evenly.
+    """
     per_worker, rest = divmod(train.batch_size, num_workers)
     if rest:
         raise ValueError(
             f"train.batch_size is {train.batch_size}; resources.num_workers, {num_workers}, must divide it"
         )
-    micro = train.micro_batch_size or per_worker
-    if per_worker % micro:
-        raise ValueError(
-            f"train.micro_batch_size is {micro}; it must divide a worker's share of the batch, {per_worker}"
-        )
+    most = min(train.micro_batch_size or per_worker, per_worker)
+    micro = next(size for size in range(most, 0, -1) if per_worker % size == 0)
     return BatchPlan(train.batch_size, num_workers, micro, per_worker // micro)
 
 
@@ -269,7 +269,7 @@ def broken_rules(config: ExperimentConfig) -> Iterator[tuple[tuple[str, ...], st
             batch_plan(stage_train_config(c, stage), c.resources.num_workers)
         except ValueError as error:
             near = f"per_stage.{stage}.train"
-            keys = ("train.micro_batch_size", "train.batch_size", "resources.num_workers", near)
+            keys = ("train.batch_size", "resources.num_workers", near)
             yield keys, f"{error}" + (f" (stage {stage})" if stage in c.per_stage else "")
 
 

@@ -32,9 +32,10 @@ from pipelines import storage
 from pipelines.node import NodeContext
 from pipelines.storage import Store
 from spn.bitdepth import stage_values
-from spn.checkpoint import load_trainer, load_weights, save_checkpoint
+from spn.checkpoint import CONFIG, EMA, load_trainer, load_weights, save_checkpoint, start_weights
 from spn.evaluation import bits_per_dim, image_nats, scored_slices
-from spn.model import SPN, SPNConfig
+from spn.flops import peak_flops, training_flops
+from spn.model import SPN, SPNConfig, recompute_activations
 from spn.training import Batch, TrainConfig, TrainState, fit
 
 if TYPE_CHECKING:  # types only: rules of the configuration do not change what is trained
@@ -161,13 +162,20 @@ def train_worker(settings: dict[str, Any]) -> None:
     device = get_device()
     torch.manual_seed(settings["seed"])  # equal initial weights on all workers
     model = SPN(model_config).to(device)
+    if config.recompute_activations:
+        recompute_activations(model)
     state = TrainState.create(model, config)
     history: list[dict[str, float]] = []
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
             history = resume(state, Path(folder), device)
+    elif config.init_from is not None:
+        state.start_from(start_weights_of(config.init_from, model_config))
     forward = prepare_model(model) if num_workers > 1 else model
+    if config.compile:
+        forward = torch.compile(forward)
+    flops_per_slice, peak = speed_limits(model_config, device)
     run = settings["run"].open() if rank == 0 else None
     progress, last_score = settings["progress"], ""
 
@@ -180,6 +188,9 @@ def train_worker(settings: dict[str, Any]) -> None:
         nonlocal last_score
         if "valid/bits_per_dim" in metrics:
             last_score = f"valid {metrics['valid/bits_per_dim']:.3f} bits/dim"
+        if peak is not None and "train/slices_per_sec" in metrics:
+            achieved = metrics["train/slices_per_sec"] * flops_per_slice / num_workers
+            metrics = {**metrics, "train/mfu": achieved / peak}
         history.append({"step": step, **metrics})
         if run is not None:
             run.log_metrics(metrics, step=step)
@@ -222,6 +233,23 @@ def resume(state: TrainState, folder: Path, device: torch.device) -> list[dict[s
         trainer=load_trainer(folder),
     )
     return json.loads((folder / HISTORY).read_text())
+
+
+def start_weights_of(uri: str, config: SPNConfig) -> dict[str, Tensor]:
+    """Averaged weights of the checkpoint folder at a path or URI. Raises ValueError if it is of another network."""
+    store = storage.open_store(uri)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in (CONFIG, EMA):
+            if not store.exists(name):
+                raise ValueError(f"init_from: {uri} has no {name}; it must be the folder of a checkpoint")
+            store.download(name, Path(folder) / name)
+        return start_weights(Path(folder), config)
+
+
+def speed_limits(config: SPNConfig, device: torch.device) -> tuple[int, float | None]:
+    """FLOPs of training one slice, and FLOP/s that the device reaches (None: not known, no train/mfu is logged)."""
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return (training_flops(config)[0] if peak else 0), peak
 
 
 def micro_batches(

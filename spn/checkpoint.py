@@ -52,6 +52,20 @@ def load_model(folder: Path, *, averaged: bool = True, device: str = "cpu") -> S
     return model.eval()
 
 
+def start_weights(folder: Path, config: SPNConfig) -> dict[str, Tensor]:
+    """Averaged weights of another run's checkpoint for a network of `config`. Raises ValueError if it is another one.
+
+    The stage's name may differ (a chain's depth_upscale and another chain's depth_upscale_8), its shape may not.
+    """
+    theirs = load_config(folder)
+    for name in ("image_size", "scaling_factor", "num_bits", "num_given_bits", "decoder", "embedder"):
+        if getattr(theirs, name) != getattr(config, name):
+            raise ValueError(
+                f"init_from: {name} is {getattr(config, name)} here, {getattr(theirs, name)} in the checkpoint"
+            )
+    return load_weights(folder, averaged=True)
+
+
 def load_trainer(folder: Path) -> dict[str, Any]:
     """Optimiser, step and random states, on the CPU."""
     return torch.load(folder / TRAINER, map_location="cpu", weights_only=True)

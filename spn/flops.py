@@ -12,6 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from spn.layers import GatedPixelCNNLayer, MaskedLinear
 from spn.model import SPN, SPNConfig
 
+# bfloat16 products that large matrices reach in torch; data sheets say up to a quarter more.
+PEAK_FLOPS = {"H100": 790e12, "H200": 790e12}
+
+
+def peak_flops(card: str) -> float | None:
+    """FLOP/s that utilisation is measured against, by the card's name; None for a card that was not measured."""
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in card), None)
+
 
 def forward_flops(config: SPNConfig) -> tuple[int, int]:
     """(dense, useful) FLOPs of one slice's forward pass."""

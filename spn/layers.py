@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 def channel_groups(num_channels: int) -> Tensor:
@@ -29,6 +30,13 @@ def rgb_mask(out_groups: Tensor, in_groups: Tensor, *, strict: bool) -> Tensor:
     """
     out, inp = out_groups[:, None], in_groups[None, :]
     return out > inp if strict else out >= inp
+
+
+def run_layer(layer: nn.Module, *inputs: Tensor, recompute: bool) -> Tensor:
+    """layer(*inputs); with `recompute` its activations are not kept but computed again in the backward pass."""
+    if recompute and torch.is_grad_enabled():
+        return checkpoint(layer, *inputs, use_reentrant=False)
+    return layer(*inputs)
 
 
 class MaskedLinear(nn.Linear):
@@ -195,12 +203,13 @@ class AttentionStack(nn.Module):
             for _ in range(num_layers)
         )
         self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.recompute = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.project(x)
         x = x + self.timing.to(x.dtype)
         for layer in self.layers:
-            x = layer(x)
+            x = run_layer(layer, x, recompute=self.recompute)
         return self.norm(x)
 
 

@@ -21,6 +21,7 @@ from spn.layers import (
     ResidualBlock,
     SelfAttention,
     channel_groups,
+    run_layer,
 )
 from spn.ordering import image_to_slices, slot_sources
 
@@ -162,6 +163,7 @@ class SliceEmbedder(nn.Module):
             for _ in range(own.num_conv_layers)
         )
         self.out = nn.Linear(own.residual_channels, own.conv_channels)
+        self.recompute = False
 
     def slot_tensor(self, slices: Tensor, index: Tensor, given: Tensor | None) -> Tensor:
         """The input of the embedder: slices, given [B, S*S, 3, h, w], index [B] -> [B, h, w, channels]."""
@@ -186,7 +188,7 @@ class SliceEmbedder(nn.Module):
         x = self.attention(x.flatten(1, 2)).view(batch, height, width, -1)
         x = self.widen(x)
         for block in self.blocks:
-            x = block(x)
+            x = run_layer(block, x, recompute=self.recompute)
         return self.out(F.relu(x))
 
 
@@ -220,6 +222,7 @@ class Decoder(nn.Module):
             for i in range(own.num_layers)
         )
         self.head = MaskedLinear(channel_groups(3 * config.num_values), channel_groups(own.residual_channels))
+        self.recompute = False
 
     def forward(self, target: Tensor, context: Tensor | None) -> Tensor:
         """target [B, 3, h, w], context s [B, h, w, channels] or None -> logits [B, 3, V, h, w]."""
@@ -232,7 +235,7 @@ class Decoder(nn.Module):
             cond = torch.cat([cond, context.to(cond.dtype)], dim=-1)
         x = pixels
         for layer in self.layers:
-            x = layer(x, cond)
+            x = run_layer(layer, x, cond, recompute=self.recompute)
         logits = self.head(F.relu(x)).view(batch, height, width, 3, self.num_values)
         return logits.permute(0, 3, 4, 1, 2)
 
@@ -271,6 +274,13 @@ class SPN(nn.Module):
         assert image.ndim == 4 and image.shape[1] == 3, image.shape
         assert image.shape[2] == image.shape[3] == self.config.image_size, image.shape
         return self.decoder(self.target(image, index), self.context(image, index, given))
+
+
+def recompute_activations(model: SPN) -> None:
+    """Trade time for memory in training: every layer keeps its input only and runs again in the backward pass."""
+    for module in model.modules():
+        if isinstance(module, AttentionStack | SliceEmbedder | Decoder):
+            module.recompute = True
 
 
 def nll_nats(logits: Tensor, target: Tensor) -> Tensor:

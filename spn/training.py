@@ -30,7 +30,7 @@ class TrainConfig:
 
     num_steps: int = 200_000
     batch_size: int = 2048  # slices an optimiser step, over all workers and accumulated micro-batches
-    micro_batch_size: int | None = None  # slices a worker holds at once; None: batch_size / workers
+    micro_batch_size: int | None = None  # most slices a worker holds at once; None: its share of the batch
     optimizer: str = "rmsprop"  # TensorFlow's RMSProp, or adamw
     learning_rate: float = 1e-4
     schedule: str = "piecewise"
@@ -46,7 +46,10 @@ class TrainConfig:
     polyak_warmup: bool = False  # min(polyak_decay, (1 + n) / (10 + n)) at step n
     slices: str = "all"  # first_slice stage: train on slice (0, 0) only ("first") or on all meta-positions
     horizontal_flip: bool = False
-    precision: str = "float32"
+    precision: str = "float32"  # bfloat16: matrix products only; weights, softmax and loss stay float32
+    compile: bool = False  # torch.compile: about a minute at the start, much faster steps on a GPU
+    recompute_activations: bool = False  # fit a larger micro-batch: a third more work, a fraction of the memory
+    init_from: str | None = None  # path or URI of a checkpoint folder whose averaged weights training starts from
     eval_every_steps: int = 1000
     num_valid_images: int | None = None  # a fixed seeded set; None: all of the validation split
     checkpoint_every_steps: int = 1000
@@ -63,10 +66,6 @@ class TrainConfig:
         for name in ("micro_batch_size", "num_valid_images"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1, or null")
-        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
-            raise ValueError(
-                f"micro_batch_size is {self.micro_batch_size}; batch_size {self.batch_size} needs a divisor"
-            )
         for name, rate in (("learning_rate", self.learning_rate), *(("lr_values", rate) for rate in self.lr_values)):
             if not 0 < rate < math.inf:
                 raise ValueError(f"{name} is {rate}; it must be above 0")
@@ -222,6 +221,13 @@ class TrainState:
         if torch.cuda.is_available():
             state["cuda_rng"] = torch.cuda.get_rng_state()
         return state
+
+    def start_from(self, weights: dict[str, Tensor]) -> None:
+        """Begin at given weights instead of random ones; the average begins there too."""
+        self.model.load_state_dict(weights)
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                self.polyak.shadow[name].copy_(p)
 
     def load(self, *, weights: dict[str, Tensor], ema: dict[str, Tensor], trainer: dict[str, Any]) -> None:
         """Go on where a checkpoint left off."""

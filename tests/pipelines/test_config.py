@@ -110,6 +110,8 @@ DEMO_MAY_CHANGE = {
     *(f"train.{key}" for key in ("optimizer", "learning_rate", "schedule", "lr_boundaries", "lr_values")),
     *(f"train.{key}" for key in ("warmup_steps", "weight_decay", "grad_clip")),
     *(f"train.{key}" for key in ("eval_every_steps", "num_valid_images", "checkpoint_every_steps", "log_every_steps")),
+    "train.precision",
+    "train.compile",
     "per_stage",  # imagenet64 has none
     "evaluate.batch_size",
     "sample.num_images",
@@ -150,6 +152,7 @@ def test_demo_differs_from_imagenet64_only_where_it_may_and_says_so() -> None:
     lines = lines_by_key(configs.PRESETS / "demo.yaml")
     for key in sorted(changed):
         silent = ("train.eval_", "train.num_valid", "train.checkpoint_", "train.log_", "train.micro_", "train.lr_")
+        silent += ("train.precision", "train.compile")
         if key.startswith(("model.", "train.")) and not key.startswith(silent):
             value = "null" if paper[key] is None else str(paper[key]).lower()
             stated = lines[key].partition("# paper: ")[2].split(" ")[0].replace("_", "")
@@ -345,10 +348,6 @@ MISTAKES = {
         "train.batch_size=8",
         "resources.num_workers=3",
     ): "train.batch_size is 8; resources.num_workers, 3, must divide it",
-    (
-        "resources.num_workers=2",
-        "train.micro_batch_size=8",
-    ): "train.micro_batch_size is 8; it must divide a worker's share of the batch, 4",
     ("train.optimizer=rmsprob",): "train.optimizer is 'rmsprob'; it must be one of rmsprop, adamw",
     (
         "resources.num_workers=2",

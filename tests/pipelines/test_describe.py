@@ -92,7 +92,7 @@ def test_memory_grows_with_the_micro_batch_and_does_not_count_attention_weights(
 
 
 def test_batches_follow_workers_and_accumulation() -> None:
-    overrides = ["train.batch_size=24", "train.micro_batch_size=4", "resources.num_workers=2"]
+    overrides = ["train.batch_size=24", "train.micro_batch_size=5", "resources.num_workers=2"]  # 5 does not divide 12
     batch = describe.describe_stage(load("debug", overrides), "first_slice")["batch"]
     assert batch == {"batch_size": 24, "num_workers": 2, "micro_batch_size": 4, "accumulation": 3}
 

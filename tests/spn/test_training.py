@@ -272,7 +272,6 @@ def test_fit_hands_out_nothing_after_wrong_numbers(network, settings, batches_fr
         ({"log_every_steps": 0}, ["log_every_steps", "0"]),
         ({"micro_batch_size": 0}, ["micro_batch_size", "0", "null"]),
         ({"num_valid_images": 0}, ["num_valid_images", "0", "null"]),
-        ({"batch_size": 10, "micro_batch_size": 4}, ["micro_batch_size", "4", "batch_size 10"]),
         ({"learning_rate": 0.0}, ["learning_rate", "0.0", "above 0"]),
         ({"learning_rate": -1e-3}, ["learning_rate", "-0.001"]),
         ({"lr_boundaries": [5], "lr_values": [1e-3, 1e-4]}, ["lr_values", "2", "1", "lr_boundaries"]),

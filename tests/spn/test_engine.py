@@ -1,0 +1,80 @@
+"""Options of the training engine that change speed or memory, never the result; and starting from given weights.
+
+python -m pytest tests/spn/test_engine.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from spn.checkpoint import save_checkpoint, start_weights
+from spn.model import SPN, nll_nats, recompute_activations
+from spn.training import TrainConfig, TrainState
+
+
+def loss_and_gradients(model: SPN, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    config, generator = model.config, torch.Generator().manual_seed(seed)
+    shape = (3, 3, config.image_size, config.image_size)
+    image = torch.randint(config.num_values, shape, generator=generator)
+    given = torch.randint(2**config.num_given_bits, shape, generator=generator) if config.num_given_bits else None
+    index = torch.randint(config.num_slices, (3,), generator=generator)
+    torch.manual_seed(seed)  # of dropout
+    loss = nll_nats(model(image, index, given), model.target(image, index)).sum()
+    return loss, list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("stage", ["size_upscale", "depth_upscale"])
+def test_recomputed_activations_give_the_same_gradients(stage, dropout, tiny_config):
+    """Bit for bit, dropout included; and less is kept for the backward pass."""
+    part = {"dropout": dropout}
+    config = tiny_config(stage, image_size=8, scaling_factor=2, decoder=part, embedder=part)
+    torch.manual_seed(0)
+    model = SPN(config)
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[-1] += tensor.numel()
+        return tensor
+
+    found = []
+    for recompute in (False, True):
+        if recompute:
+            recompute_activations(model)
+        kept.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            found.append(loss_and_gradients(model, seed=4))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+    assert kept[1] < kept[0]
+
+
+def test_training_starts_from_another_runs_averaged_weights(tiny_config, tmp_path):
+    config = tiny_config("size_upscale", image_size=8, scaling_factor=2)
+    torch.manual_seed(1)
+    theirs = SPN(config)
+    averaged = {name: p.detach() + 1 for name, p in theirs.named_parameters()}
+    save_checkpoint(tmp_path, model=theirs, ema=averaged, trainer={})
+    torch.manual_seed(2)
+    state = TrainState.create(SPN(config), TrainConfig())
+    state.start_from(start_weights(tmp_path, config))
+    for name, p in state.model.named_parameters():
+        assert torch.equal(p, averaged[name]) and torch.equal(state.polyak.shadow[name], averaged[name]), name
+    assert state.step == 0
+    with torch.no_grad():
+        next(state.model.parameters()).add_(1)  # the average is a copy, not the weights themselves
+    name, p = next(iter(state.model.named_parameters()))
+    assert not torch.equal(p, state.polyak.shadow[name])
+
+
+def test_weights_of_another_network_are_refused_by_what_differs(tiny_config, tmp_path):
+    config = tiny_config("size_upscale", image_size=8, scaling_factor=2)
+    model = SPN(config)
+    save_checkpoint(tmp_path, model=model, ema=dict(model.named_parameters()), trainer={})
+    for change in ({"num_bits": 3}, {"image_size": 16}):
+        other = dataclasses.replace(config, **change)
+        with pytest.raises(ValueError, match=f"init_from: {next(iter(change))} is"):
+            start_weights(tmp_path, other)
