@@ -65,14 +65,26 @@ class GatedPixelCNNLayer(nn.Module):
     layer reads the embedded pixel values (mask A) and starts the residual stream; later ones add to it (mask B).
     """
 
-    def __init__(self, *, conv_channels: int, residual_channels: int, cond_channels: int, first_input: Tensor | None):
-        """first_input: RGB groups of the embedded input channels for the first layer, None for later layers."""
+    def __init__(
+        self,
+        *,
+        conv_channels: int,
+        residual_channels: int,
+        cond_channels: int,
+        first_input: Tensor | None,
+        norm: nn.Module | None = None,
+    ) -> None:
+        """first_input: RGB groups of the embedded input channels for the first layer, None for later layers.
+
+        norm: of what a later layer reads of the stream, within RGB groups; None as in the paper.
+        """
         super().__init__()
         stream = channel_groups(residual_channels)
         half = channel_groups(conv_channels)
         # Groups are assigned within each half of the gate, so that tanh[k] and sigmoid[k] belong to one group.
         gate = torch.cat([half, half])
         self.is_first = first_input is not None
+        self.norm = norm
         local = first_input if first_input is not None else half
         self.down = None if self.is_first else MaskedLinear(half, stream)
         self.vertical = nn.Conv2d(len(local), len(gate), kernel_size=(2, 3))
@@ -85,7 +97,7 @@ class GatedPixelCNNLayer(nn.Module):
 
     def forward(self, x: Tensor, cond: Tensor) -> Tensor:
         """x [B, h, w, R] (first layer: embedded values), cond [B, h, w, K] -> [B, h, w, R]."""
-        a = x if self.down is None else self.down(x)  # [B, h, w, C]
+        a = x if self.down is None else self.down(x if self.norm is None else self.norm(x))  # [B, h, w, C]
         weight, bias = self.masked_filter()
         around = F.pad(a, (0, 0, 1, 1, 2, 0)).permute(0, 3, 1, 2)  # two rows above, a column on either side
         gate = F.conv2d(around, weight, bias).permute(0, 2, 3, 1) + self.cond(cond)  # [B, h, w, 2C]

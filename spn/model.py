@@ -23,8 +23,10 @@ from spn.layers import (
     channel_groups,
     run_layer,
 )
+from spn.modern import CausalStem, GroupNorm, ModernLayer, ModernStack
 from spn.ordering import image_to_slices, slot_sources
 
+RECIPES = ("paper", "modern")
 STAGES = ("baseline", "first_slice", "size_upscale", "depth_upscale")
 
 
@@ -46,6 +48,10 @@ def _check_sizes(own: DecoderConfig | EmbedderConfig, num_layers: str) -> None:
         raise ValueError(f"attention width is {width}; it must be even, half sines and half cosines of the position")
     if not 0 <= own.dropout < 1:
         raise ValueError(f"dropout is {own.dropout}; it must be at least 0 and below 1")
+    if own.recipe not in RECIPES:
+        raise ValueError(f"recipe is {own.recipe!r}; it must be one of {', '.join(RECIPES)}")
+    if own.recipe == "modern" and own.attn_head_dim % 4:
+        raise ValueError(f"attn_head_dim is {own.attn_head_dim}; with recipe modern it must be a multiple of 4")
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class DecoderConfig:
     attn_head_dim: int = 128  # channels a head; attention width = heads * channels a head
     num_memory_rows: int = 1280  # learned key/value rows of parameter attention
     dropout: float = 0.0
+    recipe: str = "paper"  # modern: blocks of spn/modern.py; num_memory_rows is then the feed-forward layer's units
 
     def __post_init__(self) -> None:
         _check_sizes(self, "num_layers")
@@ -77,6 +84,7 @@ class EmbedderConfig:
     attn_head_dim: int = 64
     num_memory_rows: int = 1280
     dropout: float = 0.0
+    recipe: str = "paper"  # modern: blocks of spn/modern.py; num_memory_rows is then the feed-forward layer's units
 
     def __post_init__(self) -> None:
         _check_sizes(self, "num_conv_layers")
@@ -125,6 +133,30 @@ class SPNConfig:
         return 2**self.num_bits
 
 
+def attention_stack(
+    own: DecoderConfig | EmbedderConfig, *, in_channels: int, slice_size: int, causal: bool
+) -> AttentionStack | ModernStack:
+    """The attention part of a decoder or embedder, by its recipe."""
+    sizes = dict(num_layers=own.num_attn_layers, num_heads=own.num_attn_heads, head_dim=own.attn_head_dim)
+    if own.recipe == "modern":
+        return ModernStack(
+            in_channels=in_channels,
+            slice_size=slice_size,
+            hidden=own.num_memory_rows,
+            causal=causal,
+            dropout=own.dropout,
+            **sizes,
+        )
+    return AttentionStack(
+        in_channels=in_channels,
+        length=slice_size**2,
+        num_rows=own.num_memory_rows,
+        causal=causal,
+        dropout=own.dropout,
+        **sizes,
+    )
+
+
 META_UNITS = 8  # units of the meta-position embedding (section 3.2)
 
 
@@ -147,16 +179,7 @@ class SliceEmbedder(nn.Module):
         self.meta_position = nn.Embedding(num_slices, META_UNITS)
         device = self.meta_position.weight.device
         self.register_buffer("sources", slot_sources(config.scaling_factor).to(device), persistent=False)
-        self.attention = AttentionStack(
-            in_channels=channels,
-            length=config.slice_size**2,
-            num_layers=own.num_attn_layers,
-            num_heads=own.num_attn_heads,
-            head_dim=own.attn_head_dim,
-            num_rows=own.num_memory_rows,
-            causal=False,
-            dropout=own.dropout,
-        )
+        self.attention = attention_stack(own, in_channels=channels, slice_size=config.slice_size, causal=False)
         self.widen = nn.Linear(own.num_attn_heads * own.attn_head_dim, own.residual_channels)
         self.blocks = nn.ModuleList(
             ResidualBlock(residual_channels=own.residual_channels, conv_channels=own.conv_channels)
@@ -201,16 +224,9 @@ class Decoder(nn.Module):
         self.num_values = config.num_values
         self.intensity = IntensityEmbedding(num_values=config.num_values)
         attn_width = own.num_attn_heads * own.attn_head_dim
-        self.attention = AttentionStack(
-            in_channels=24,
-            length=config.slice_size**2,
-            num_layers=own.num_attn_layers,
-            num_heads=own.num_attn_heads,
-            head_dim=own.attn_head_dim,
-            num_rows=own.num_memory_rows,
-            causal=True,
-            dropout=own.dropout,
-        )
+        modern = own.recipe == "modern"
+        self.stem = CausalStem(in_channels=24, width=attn_width) if modern else None
+        self.attention = attention_stack(own, in_channels=24, slice_size=config.slice_size, causal=True)
         cond_channels = attn_width + (config.embedder.conv_channels if config.embedder else 0)
         self.layers = nn.ModuleList(
             GatedPixelCNNLayer(
@@ -218,6 +234,7 @@ class Decoder(nn.Module):
                 residual_channels=own.residual_channels,
                 cond_channels=cond_channels,
                 first_input=self.intensity.groups() if i == 0 else None,
+                norm=GroupNorm(own.residual_channels) if modern and i > 0 else None,
             )
             for i in range(own.num_layers)
         )
@@ -229,8 +246,10 @@ class Decoder(nn.Module):
         batch, _, height, width = target.shape
         pixels = self.intensity(target.permute(0, 2, 3, 1))  # [B, h, w, 24]
         # Shifted by one pixel in raster order: attention position t reads pixels before t, so it needs no RGB mask.
-        shifted = F.pad(pixels.flatten(1, 2)[:, :-1], (0, 0, 1, 0))
-        cond = self.attention(shifted).view(batch, height, width, -1)
+        before = [F.pad(pixels.flatten(1, 2)[:, :-1], (0, 0, 1, 0))]
+        if self.stem is not None:
+            before.append(self.stem(pixels))
+        cond = self.attention(*before).view(batch, height, width, -1)
         if context is not None:
             cond = torch.cat([cond, context.to(cond.dtype)], dim=-1)
         x = pixels
@@ -279,7 +298,7 @@ class SPN(nn.Module):
 def recompute_activations(model: SPN) -> None:
     """Trade time for memory in training: every layer keeps its input only and runs again in the backward pass."""
     for module in model.modules():
-        if isinstance(module, AttentionStack | SliceEmbedder | Decoder):
+        if isinstance(module, AttentionStack | ModernStack | SliceEmbedder | Decoder):
             module.recompute = True
 
 
@@ -300,6 +319,7 @@ def init_weights(model: SPN) -> None:
     """Glorot uniform everywhere (Tensor2Tensor's uniform_unit_scaling, fan_avg); biases 0; embeddings N(0, 1).
 
     Memory rows of parameter attention as Tensor2Tensor has them: keys of variance heads / width, values of 1.
+    Recipe modern: what residual branches add starts at zero, so that a deep network begins as a shallow one.
     Uses torch's default generator: seed it for equal weights.
     """
     for module in model.modules():
@@ -312,10 +332,22 @@ def init_weights(model: SPN) -> None:
         elif isinstance(module, ParameterAttention):
             nn.init.normal_(module.keys, std=module.keys.shape[-1] ** -0.5)
             nn.init.normal_(module.values)
+        elif isinstance(module, CausalStem):
+            nn.init.xavier_uniform_(module.weight)
+        elif isinstance(module, GroupNorm):
+            nn.init.ones_(module.gain)
     for module in model.modules():
-        if isinstance(module, SelfAttention):  # three maps in one matrix: each has its own fan
+        if isinstance(module, SelfAttention | ModernLayer):  # three maps in one matrix: each has its own fan
             for part in module.qkv.weight.chunk(3):
                 nn.init.xavier_uniform_(part)
+        if isinstance(module, ModernLayer):
+            nn.init.zeros_(module.attn_out.weight)
+            nn.init.zeros_(module.ffn_out.weight)
+        if isinstance(module, GatedPixelCNNLayer) and module.norm is not None:
+            nn.init.zeros_(module.up.weight)
+    if model.embedder is not None and model.config.embedder.recipe == "modern":
+        for block in model.embedder.blocks:
+            nn.init.zeros_(block.up.weight)
 
 
 def parameter_counts(model: SPN) -> dict[str, int]:
@@ -323,6 +355,8 @@ def parameter_counts(model: SPN) -> dict[str, int]:
     parts: dict[str, nn.Module] = {}
     if model.embedder is not None:
         parts["embedder_attention"] = model.embedder.attention
+    if model.decoder.stem is not None:
+        parts["decoder_stem"] = model.decoder.stem
     parts["decoder_attention"] = model.decoder.attention
     parts["decoder_pixelcnn"] = model.decoder.layers
     parts["decoder_head"] = model.decoder.head

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from spn.model import SPN, DecoderConfig, EmbedderConfig, SPNConfig
+from spn.modern import GroupNorm
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -63,7 +64,8 @@ def randomise(module: nn.Module, seed: int) -> nn.Module:
     module.double().eval()
     generator = torch.Generator().manual_seed(seed)
     tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
-    norms = {id(m.weight) for m in module.modules() if isinstance(m, nn.LayerNorm)}
+    norms = {id(m.weight) for m in module.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)}
+    norms |= {id(m.gain) for m in module.modules() if isinstance(m, GroupNorm)}
     for parameter in module.parameters():
         parameter.normal_(generator=generator)
         if id(parameter) in norms:

@@ -85,6 +85,7 @@ def slice_blocks(matrix: Tensor, num_slices: int) -> list[Tensor]:
     return [matrix[s * size : (s + 1) * size, s * size : (s + 1) * size] for s in range(num_slices)]
 
 
+MODERN = {part: dict(recipe="modern", num_memory_rows=12) for part in ("decoder", "embedder")}
 CASES = {
     "baseline": ("baseline", dict(image_size=5, scaling_factor=1, num_bits=2)),
     "first_slice": ("first_slice", dict(image_size=8, scaling_factor=2, num_bits=2)),
@@ -94,6 +95,13 @@ CASES = {
     "depth_upscale, S=1": ("depth_upscale", dict(image_size=4, scaling_factor=1, num_bits=2, num_given_bits=1)),
     "depth_upscale, S=2": ("depth_upscale", dict(image_size=6, scaling_factor=2, num_bits=1, num_given_bits=2)),
     "depth_upscale, S=4": ("depth_upscale", dict(image_size=8, scaling_factor=4, num_bits=2, num_given_bits=2)),
+    # 9 rows and columns: more than the stem of recipe modern sees
+    "modern baseline": ("baseline", dict(image_size=9, scaling_factor=1, num_bits=2, **MODERN)),
+    "modern size_upscale": ("size_upscale", dict(image_size=8, scaling_factor=2, num_bits=2, **MODERN)),
+    "depth_upscale, modern": (
+        "depth_upscale",
+        dict(image_size=8, scaling_factor=2, num_bits=2, num_given_bits=2, **MODERN),
+    ),
 }
 
 

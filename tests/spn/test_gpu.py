@@ -10,9 +10,10 @@ import dataclasses
 import pytest
 import torch
 
+from spn.decoding import incremental_logits
 from spn.layers import IntensityEmbedding
 from spn.model import SPN, nll_nats
-from spn.sampling import incremental_logits, sample_chain
+from spn.sampling import sample_chain
 from spn.training import Batch, TrainConfig, TrainState, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from spn import sampling
+from spn import decoding
+from spn.decoding import decode_slice, incremental_logits, prepare
 from spn.evaluation import image_nats
 from spn.model import SPN
-from spn.sampling import decode_slice, incremental_logits, pick, prepare, sample_stage, uniforms
+from spn.sampling import pick, sample_stage, uniforms
 
 # (stage, scaling factor, slice size, bits given, bits generated)
 STAGES = [
@@ -35,6 +36,8 @@ SHAPES = {
     "uneven_wide_conv": dict(num_layers=5, conv_channels=10, residual_channels=8, num_attn_layers=3, num_attn_heads=1),
     "no_attention": dict(num_layers=3, conv_channels=8, residual_channels=10, num_attn_layers=0),
     "one_layer": dict(num_layers=1, conv_channels=5, residual_channels=7, num_attn_layers=1),
+    "modern": dict(num_layers=3, conv_channels=7, residual_channels=11, num_attn_layers=2, recipe="modern"),
+    "modern_no_attention": dict(num_layers=2, conv_channels=6, residual_channels=9, num_attn_layers=0, recipe="modern"),
     "empty_group": dict(num_layers=2, conv_channels=2, residual_channels=4, num_attn_layers=1),
 }
 
@@ -92,57 +95,57 @@ def test_incremental_logits_of_a_slice_of_one_pixel(tiny_spn, random_values):
 
 
 def _no_end_row(monkeypatch) -> None:
-    monkeypatch.setattr(sampling, "end_row", lambda cache: None)
+    monkeypatch.setattr(decoding, "end_row", lambda cache: None)
 
 
 def _one_row_kept(monkeypatch) -> None:
     """The row above enters, the one before it is forgotten."""
-    right = sampling.end_row
+    right = decoding.end_row
 
     def wrong(cache) -> None:
         right(cache)
         for above in cache.above:
             above[:, 0] = 0
 
-    monkeypatch.setattr(sampling, "end_row", wrong)
+    monkeypatch.setattr(decoding, "end_row", wrong)
 
 
 def _keys_not_written(monkeypatch) -> None:
-    right = sampling._attend
+    right = decoding._attend
 
     def wrong(layer, x, keys, values, position):
         y = right(layer, x, keys, values, position)
         keys[:, :, position] = 0
         return y
 
-    monkeypatch.setattr(sampling, "_attend", wrong)
+    monkeypatch.setattr(decoding, "_attend", wrong)
 
 
 def _values_one_late(monkeypatch) -> None:
-    right = sampling._attend
+    right = decoding._attend
 
     def wrong(layer, x, keys, values, position):
         y = right(layer, x, keys, values, position)
         values[:, :, position] = values[:, :, max(position - 1, 0)]
         return y
 
-    monkeypatch.setattr(sampling, "_attend", wrong)
+    monkeypatch.setattr(decoding, "_attend", wrong)
 
 
 def _row_contribution_stale(monkeypatch) -> None:
     """What the rows above add is computed for the first row only."""
-    right, seen = sampling.start_row, set()
+    right, seen = decoding.start_row, set()
 
     def wrong(weights, cache, context) -> None:
         if id(cache) not in seen:
             right(weights, cache, context)
         seen.add(id(cache))
 
-    monkeypatch.setattr(sampling, "start_row", wrong)
+    monkeypatch.setattr(decoding, "start_row", wrong)
 
 
 def _left_forgotten(monkeypatch) -> None:
-    right = sampling.start_pixel
+    right = decoding.start_pixel
 
     def wrong(weights, cache, previous, row, column) -> None:
         kept = [r.clone() for r in cache.row]
@@ -152,12 +155,12 @@ def _left_forgotten(monkeypatch) -> None:
         for r, k in zip(cache.row, kept, strict=True):
             r.copy_(k)
 
-    monkeypatch.setattr(sampling, "start_pixel", wrong)
+    monkeypatch.setattr(decoding, "start_pixel", wrong)
 
 
 def _streams_from_last_layer(monkeypatch) -> None:
     """A later colour reads what earlier colours were after the last layer, not at its own depth."""
-    right = sampling.channel_logits
+    right = decoding.channel_logits
 
     def wrong(weights, cache, column, channel):
         logits = right(weights, cache, column, channel)
@@ -165,7 +168,7 @@ def _streams_from_last_layer(monkeypatch) -> None:
             stream.copy_(cache.streams[-1])
         return logits
 
-    monkeypatch.setattr(sampling, "channel_logits", wrong)
+    monkeypatch.setattr(decoding, "channel_logits", wrong)
 
 
 WRONG = [
@@ -196,19 +199,19 @@ def test_a_wrong_cache_is_noticed(case, break_cache, tiny_spn, random_values, mo
 def decode_in_steps(model: SPN, target: Tensor, context: Tensor | None) -> Iterator[Tensor]:
     """Logits [B, V] value by value, so that two decodes can take turns."""
     weights = prepare(model)
-    cache = sampling.new_cache(weights, len(target))
+    cache = decoding.new_cache(weights, len(target))
     pixels = model.decoder.intensity(target.permute(0, 2, 3, 1))
     previous = torch.zeros_like(pixels[:, 0, 0])
     for row in range(weights.height):
-        sampling.start_row(weights, cache, None if context is None else context[:, row])
+        decoding.start_row(weights, cache, None if context is None else context[:, row])
         for column in range(weights.width):
-            sampling.start_pixel(weights, cache, previous, row, column)
+            decoding.start_pixel(weights, cache, previous, row, column)
             for channel in range(3):
-                yield sampling.channel_logits(weights, cache, column, channel)
+                yield decoding.channel_logits(weights, cache, column, channel)
                 units = slice(8 * channel, 8 * channel + 8)
                 cache.row[0][:, column + 1, units] = pixels[:, row, column, units]
             previous = pixels[:, row, column]
-        sampling.end_row(cache)
+        decoding.end_row(cache)
 
 
 @torch.no_grad()

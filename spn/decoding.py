@@ -1,0 +1,302 @@
+"""Decoding one slice incrementally: one decoder step a pixel, nothing recomputed that does not change.
+
+  attention   keys and values of earlier pixels are cached;
+  PixelCNN    what the rows above contribute (vertical stack, and s) is computed once a row, what the pixel to the left
+              and the attention contribute once a pixel;
+  R, G, B     each computes only its own group of channels, since masks are block-triangular over groups.
+Weights are read through `prepare`, caches are arguments: no module is changed. The logits equal the whole network's.
+
+B batch, h w slice, V values, L PixelCNN layers, C conv channels, R residual channels, D attention width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spn.layers import TransformerLayer, channel_groups
+from spn.model import SPN, Decoder
+from spn.modern import STEM_COLUMNS, STEM_ROWS, ModernLayer, rms_norm
+
+Choose = Callable[[Tensor, int, int, int], Tensor]  # (logits [B, V], row, column, channel) -> values [B]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One PixelCNN layer with its masked matrices cut into the blocks of each RGB group.
+
+    Gate channels are reordered to (tanh R, sigmoid R, tanh G, sigmoid G, tanh B, sigmoid B), so a group is one range.
+    """
+
+    above: Tensor  # [6 C, 2C] vertical convolution and its 1x1 link folded into one map of two rows by three columns
+    above_bias: Tensor  # [2C], with the bias of the horizontal stack
+    left: Tensor  # [C, 2C]
+    context: Tensor | None  # [channels of s, 2C]
+    attention: Tensor  # [D, 2C]
+    gain: Tensor | None  # [R] of the norm within RGB groups (recipe modern)
+    down: tuple[tuple[Tensor, Tensor], ...]  # per group: weight [groups up to it of R, group of C], bias; () if first
+    current: tuple[Tensor, ...]  # per group: [groups it may see of C, group of 2C]
+    up: tuple[tuple[Tensor, Tensor], ...]  # per group: [groups up to it of C, group of R], bias
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """What decoding reads, made once from a Decoder by `prepare`."""
+
+    decoder: Decoder
+    layers: tuple[LayerWeights, ...]
+    stem: Tensor | None  # [rows * columns * 24, D] of recipe modern
+    head: tuple[tuple[Tensor, Tensor], ...]  # per group: [groups up to it of R, V], bias
+    conv_ends: tuple[int, ...]  # end of each group in C
+    stream_ends: tuple[int, ...]  # end of each group in R
+    height: int
+    width: int
+
+
+@dataclass
+class DecoderCache:
+    """State of decoding one batch of slices; `new_cache` makes it, the steps below advance it."""
+
+    keys: list[Tensor]  # per attention layer [B, heads, h * w, D / heads]
+    values: list[Tensor]
+    above: list[Tensor]  # per PixelCNN layer [B, 2, w + 2, C]: its input in the two rows above, zero-padded
+    row: list[Tensor]  # per layer [B, w + 1, C]: its input in this row, after one column of padding
+    from_above: list[Tensor]  # per layer [B, w, 2C]: what rows above and s add to the gate in this row
+    gate: list[Tensor]  # per layer [B, 2C]: pre-activation of this pixel, all but the pixel itself
+    hidden: list[Tensor]  # per layer [B, C]: gated activations of this pixel
+    pixels: Tensor | None  # [B, h + 3, w + 6, 24]: embedded pixels so far, zero-padded, for the stem of recipe modern
+    normed: list[Tensor]  # per layer with a norm: the stream before it, normed [B, R]
+    streams: list[Tensor]  # after each layer [B, R]: a later group reads what earlier groups were at *that* depth
+
+
+def _ends(num_channels: int) -> tuple[int, ...]:
+    return tuple(torch.bincount(channel_groups(num_channels), minlength=3).cumsum(0).tolist())
+
+
+@torch.no_grad()
+def prepare(model: SPN) -> DecoderWeights:
+    """Cut the decoder's masked weights into the blocks that decoding uses; copies, never changes them."""
+    decoder, own = model.decoder, model.config.decoder
+    conv, stream = _ends(own.conv_channels), _ends(own.residual_channels)
+    starts = (0, *conv[:-1])
+    attn_width = own.num_attn_heads * own.attn_head_dim
+    order = torch.cat(
+        [
+            torch.cat([torch.arange(lo, hi), torch.arange(lo, hi) + own.conv_channels])
+            for lo, hi in zip(starts, conv, strict=True)
+        ]
+    )
+    layers = []
+    for layer in decoder.layers:
+        local = _ends(24) if layer.is_first else conv
+        link = layer.link.weight[order]
+        fold = torch.einsum("og,gcyx->yxco", link, layer.vertical.weight).flatten(0, 2)  # [6 C, 2C]
+        cond = layer.cond.weight[order].t()
+        current, up, down = layer.current.masked_weight()[order], layer.up.masked_weight(), []
+        blocks, ups = [], []
+        for group in range(3):
+            lo, hi = starts[group], conv[group]
+            # The first layer (mask A) sees only earlier groups of the pixel, later layers (mask B) also their own.
+            seen = (0, *local)[group] if layer.is_first else local[group]
+            blocks.append(current[2 * lo : 2 * hi, :seen].t().contiguous())
+            rows = slice((0, *stream)[group], stream[group])
+            ups.append((up[rows, :hi].t().contiguous(), layer.up.bias[rows].clone()))
+            if layer.down is not None:
+                weight = layer.down.masked_weight()[lo:hi, : stream[group]]
+                down.append((weight.t().contiguous(), layer.down.bias[lo:hi].clone()))
+        layers.append(
+            LayerWeights(
+                above=fold.contiguous(),
+                above_bias=link @ layer.vertical.bias + layer.current.bias[order],
+                left=layer.left.weight[order].t().contiguous(),
+                context=cond[attn_width:].contiguous() if model.embedder is not None else None,
+                attention=cond[:attn_width].contiguous(),
+                gain=None if layer.norm is None else layer.norm.gain.clone(),
+                down=tuple(down),
+                current=tuple(blocks),
+                up=tuple(ups),
+            )
+        )
+    values, head = decoder.num_values, decoder.head.masked_weight()
+    heads = tuple(
+        (
+            head[g * values : (g + 1) * values, : stream[g]].t().contiguous(),
+            decoder.head.bias[g * values : (g + 1) * values].clone(),
+        )
+        for g in range(3)
+    )
+    size = model.config.slice_size
+    stem = None if decoder.stem is None else decoder.stem.masked_weight().permute(2, 3, 1, 0).flatten(0, 2).contiguous()
+    return DecoderWeights(decoder, tuple(layers), stem, heads, conv, stream, size, size)
+
+
+def new_cache(weights: DecoderWeights, batch: int) -> DecoderCache:
+    """An empty cache for a batch of slices, of the weights' type and device."""
+    like = weights.layers[0].left
+    attention = weights.decoder.attention
+    length = weights.height * weights.width
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    heads = [layer.num_heads if isinstance(layer, ModernLayer) else layer.attn.num_heads for layer in attention.layers]
+    width = attention.norm.weight.shape[0]
+    rows, columns = weights.height + STEM_ROWS - 1, weights.width + STEM_COLUMNS - 1
+    inputs = [layer.left.shape[0] for layer in weights.layers]
+    gates = [layer.left.shape[1] for layer in weights.layers]
+    return DecoderCache(
+        keys=[zeros(batch, n, length, width // n) for n in heads],
+        values=[zeros(batch, n, length, width // n) for n in heads],
+        above=[zeros(batch, 2, weights.width + 2, c) for c in inputs],
+        row=[zeros(batch, weights.width + 1, c) for c in inputs],
+        from_above=[zeros(batch, weights.width, g) for g in gates],
+        gate=[zeros(batch, g) for g in gates],
+        hidden=[zeros(batch, weights.conv_ends[-1]) for _ in gates],
+        pixels=None if weights.stem is None else zeros(batch, rows, columns, weights.layers[0].left.shape[0]),
+        normed=[zeros(batch, weights.stream_ends[-1] if layer.gain is not None else 0) for layer in weights.layers],
+        streams=[zeros(batch, weights.stream_ends[-1]) for _ in gates],
+    )
+
+
+def _attend(layer: TransformerLayer, x: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
+    """One position of one attention layer: x [B, D] -> [B, D]; its key and value enter the cache."""
+    batch, heads, _, head_dim = keys.shape
+    q, k, v = layer.attn.qkv(layer.attn_norm(x)).view(batch, 3, heads, head_dim).unbind(1)
+    keys[:, :, position] = k
+    values[:, :, position] = v
+    seen = slice(0, position + 1)
+    y = F.scaled_dot_product_attention(q[:, :, None], keys[:, :, seen], values[:, :, seen])
+    x = x + layer.attn.out(y.reshape(batch, -1))
+    return x + layer.memory(layer.memory_norm(x))
+
+
+def _attend_modern(
+    layer: ModernLayer, x: Tensor, keys: Tensor, values: Tensor, position: int, angles: Tensor
+) -> Tensor:
+    """The same for a layer of recipe modern."""
+    here, seen = slice(position, position + 1), slice(0, position + 1)
+    q, k, v = layer.queries_keys_values(x[:, None], angles[here])
+    keys[:, :, here] = k
+    values[:, :, here] = v
+    attended = F.scaled_dot_product_attention(q, keys[:, :, seen], values[:, :, seen])
+    return layer.after_attention(x[:, None], attended)[:, 0]
+
+
+def start_row(weights: DecoderWeights, cache: DecoderCache, context: Tensor | None) -> None:
+    """What the two rows above (and s of this row, [B, w, channels]) add to every gate of the row to come."""
+    for i, layer in enumerate(weights.layers):
+        above = cache.above[i]  # [B, 2, w + 2, C]
+        windows = above.unfold(2, 3, 1).permute(0, 2, 1, 4, 3)  # [B, w, 2 rows, 3 columns, C]
+        total = windows.flatten(2) @ layer.above + layer.above_bias
+        if layer.context is not None:
+            assert context is not None
+            total = total + context @ layer.context
+        cache.from_above[i] = total
+
+
+def end_row(cache: DecoderCache) -> None:
+    """This row becomes the row above."""
+    for above, row in zip(cache.above, cache.row, strict=True):
+        above[:, 0] = above[:, 1]
+        above[:, 1, 1:-1] = row[:, 1:]
+
+
+def start_pixel(weights: DecoderWeights, cache: DecoderCache, previous: Tensor, row: int, column: int) -> None:
+    """Attention at this pixel, and every gate's input from it, from the left and from above.
+
+    previous [B, 24]: embedded pixel before this one in raster order, zeros for the first.
+    """
+    attention = weights.decoder.attention
+    position = row * weights.width + column
+    x = attention.project(previous)
+    if weights.stem is not None:
+        assert cache.pixels is not None
+        window = cache.pixels[:, row : row + STEM_ROWS, column : column + STEM_COLUMNS]
+        x = x + window.flatten(1) @ weights.stem
+        for layer, keys, values in zip(attention.layers, cache.keys, cache.values, strict=True):
+            x = _attend_modern(layer, x, keys, values, position, attention.angles)
+    else:
+        x = x + attention.timing[position].to(x.dtype)
+        for layer, keys, values in zip(attention.layers, cache.keys, cache.values, strict=True):
+            x = _attend(layer, x, keys, values, position)
+    x = attention.norm(x)
+    for i, layer in enumerate(weights.layers):
+        gate = cache.from_above[i][:, column] + x @ layer.attention
+        cache.gate[i] = torch.addmm(gate, cache.row[i][:, column], layer.left)
+
+
+def channel_logits(weights: DecoderWeights, cache: DecoderCache, column: int, channel: int) -> Tensor:
+    """Logits [B, V] of one channel of the current pixel; earlier channels must be in the first layer's `row`."""
+    lo, hi = (0, *weights.conv_ends)[channel], weights.conv_ends[channel]
+    seen = weights.stream_ends[channel]
+    own = slice((0, *weights.stream_ends)[channel], seen)
+    for i, layer in enumerate(weights.layers):
+        a = cache.row[i][:, column + 1]  # [B, C]
+        if layer.down:
+            weight, bias = layer.down[channel]
+            before = cache.streams[i - 1]
+            if layer.gain is not None:
+                cache.normed[i][:, own] = rms_norm(before[:, own]) * layer.gain[own]
+                before = cache.normed[i]
+            a[:, lo:hi] = torch.addmm(bias, before[:, :seen], weight)
+        current = layer.current[channel]
+        gate = cache.gate[i][:, 2 * lo : 2 * hi]
+        if current.shape[0]:
+            gate = torch.addmm(gate, a[:, : current.shape[0]], current)
+        f, g = gate.chunk(2, dim=1)
+        cache.hidden[i][:, lo:hi] = torch.tanh(f) * torch.sigmoid(g)
+        weight, bias = layer.up[channel]
+        change = torch.addmm(bias, cache.hidden[i][:, :hi], weight)
+        cache.streams[i][:, own] = change + cache.streams[i - 1][:, own] if layer.down else change
+    weight, bias = weights.head[channel]
+    return torch.addmm(bias, F.relu(cache.streams[-1][:, :seen]), weight)
+
+
+@torch.no_grad()
+def decode_slice(
+    weights: DecoderWeights,
+    batch: int,
+    context: Tensor | None,
+    choose: Choose,
+    *,
+    on_row: Callable[[], None] | None = None,
+) -> Tensor:
+    """Decode slices pixel by pixel, each value picked by `choose`; context s [B, h, w, channels] -> [B, 3, h, w]."""
+    cache = new_cache(weights, batch)
+    table, values = weights.decoder.intensity.table, weights.decoder.num_values
+    units = table.embedding_dim
+    target = torch.zeros((batch, 3, weights.height, weights.width), dtype=torch.long, device=cache.streams[0].device)
+    previous = torch.zeros_like(cache.row[0][:, 0])
+    for row in range(weights.height):
+        start_row(weights, cache, None if context is None else context[:, row].to(cache.streams[0].dtype))
+        for column in range(weights.width):
+            start_pixel(weights, cache, previous, row, column)
+            pixel = cache.row[0][:, column + 1]
+            for channel in range(3):
+                logits = channel_logits(weights, cache, column, channel)
+                value = choose(logits, row, column, channel)
+                target[:, channel, row, column] = value
+                pixel[:, channel * units : (channel + 1) * units] = table(value + channel * values)
+            previous = pixel
+            if cache.pixels is not None:
+                cache.pixels[:, row + STEM_ROWS - 1, column + STEM_COLUMNS // 2] = pixel
+        end_row(cache)
+        if on_row is not None:
+            on_row()
+    return target
+
+
+def incremental_logits(model: SPN, target: Tensor, context: Tensor | None) -> Tensor:
+    """Logits [B, 3, V, h, w] of a given slice, the incremental way; equal to model.decoder(target, context)."""
+    logits = target.new_zeros((*target.shape[:2], model.config.num_values, *target.shape[2:]), dtype=torch.float64)
+
+    def record(step: Tensor, row: int, column: int, channel: int) -> Tensor:
+        logits[:, channel, :, row, column] = step.to(logits.dtype)
+        return target[:, channel, row, column].long()
+
+    decode_slice(prepare(model), len(target), context, record)
+    return logits

@@ -1,0 +1,149 @@
+"""Blocks of `recipe: modern`: the same factorisation, masks and conditioning with parts of present-day transformers.
+
+RMS norms, also on queries and keys; rotary positions over rows and columns; a gated feed-forward layer in place of
+parameter attention; a masked convolution stem; output maps that start at zero. The paper's blocks are in layers.py.
+B batch, T positions of a slice in raster order (h * w), D attention width, C embedded channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spn.layers import channel_groups, run_layer
+
+STEM_ROWS, STEM_COLUMNS = 4, 7  # what the decoder's stem sees: this row and three above, three columns on either side
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """Unit mean square over the last axis, without parameters."""
+    return F.rms_norm(x, (x.shape[-1],), eps=1e-6)
+
+
+class GroupNorm(nn.Module):
+    """RMS norm of each RGB group of a stream by itself, with a gain: no group learns anything of another one."""
+
+    def __init__(self, num_channels: int) -> None:
+        super().__init__()
+        self.sizes = torch.bincount(channel_groups(num_channels), minlength=3).tolist()
+        self.gain = nn.Parameter(torch.empty(num_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., R] -> [..., R]."""
+        return (
+            torch.cat([rms_norm(part) if part.shape[-1] else part for part in x.split(self.sizes, -1)], -1) * self.gain
+        )
+
+
+def rotary_angles(height: int, width: int, head_dim: int) -> Tensor:
+    """[T, head_dim / 2] angles in float32: the first half turns with the row, the second with the column."""
+    assert head_dim % 4 == 0, head_dim
+    quarter = head_dim // 4
+    # From a full turn in two pixels down to one over a few hundred.
+    speed = torch.pi / 2 ** torch.linspace(0, 8, quarter)
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    return torch.cat([rows.reshape(-1, 1) * speed, columns.reshape(-1, 1) * speed], dim=1).float()
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """x [..., T, head_dim], angles [T, head_dim / 2] -> pairs (k, k + head_dim / 2) turned by their angle."""
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+class ModernLayer(nn.Module):
+    """Pre-norm residual attention, then a pre-norm residual gated feed-forward layer."""
+
+    def __init__(self, *, width: int, num_heads: int, hidden: int, causal: bool, dropout: float) -> None:
+        super().__init__()
+        self.num_heads, self.causal = num_heads, causal
+        self.attn_norm = nn.RMSNorm(width, eps=1e-6)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.attn_out = nn.Linear(width, width, bias=False)
+        self.ffn_norm = nn.RMSNorm(width, eps=1e-6)
+        self.ffn_in = nn.Linear(width, 2 * hidden, bias=False)
+        self.ffn_out = nn.Linear(hidden, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def queries_keys_values(self, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, D], angles of its positions -> three times [B, heads, T, head_dim]."""
+        batch, length, _ = x.shape
+        qkv = self.qkv(self.attn_norm(x)).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        return rotate(rms_norm(qkv[0]), angles), rotate(rms_norm(qkv[1]), angles), qkv[2]
+
+    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Residual x [B, T, D] and attended values [B, heads, T, head_dim] -> output of the layer."""
+        x = x + self.dropout(self.attn_out(attended.transpose(1, 2).reshape(x.shape)))
+        gate, value = self.ffn_in(self.ffn_norm(x)).chunk(2, dim=-1)
+        return x + self.dropout(self.ffn_out(F.silu(gate) * value))
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        q, k, v = self.queries_keys_values(x, angles)
+        return self.after_attention(x, F.scaled_dot_product_attention(q, k, v, is_causal=self.causal))
+
+
+class CausalStem(nn.Module):
+    """Embedded pixels -> attention width: a masked convolution that sees only pixels before the one at hand.
+
+    Rows h - 3 .. h and columns w - 3 .. w + 3, of the own row only those to the left (mask A over whole pixels). It is
+    added to the pixel before in raster order: at the start of a row that one is out of the window's reach.
+    """
+
+    mask: Tensor
+
+    def __init__(self, *, in_channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, in_channels, STEM_ROWS, STEM_COLUMNS))
+        mask = torch.ones(STEM_ROWS, STEM_COLUMNS)
+        mask[-1, STEM_COLUMNS // 2 :] = 0
+        self.register_buffer("mask", mask.to(self.weight.device), persistent=False)
+
+    def masked_weight(self) -> Tensor:
+        return self.weight * self.mask
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[B, h, w, C] -> [B, h * w, D]."""
+        side = STEM_COLUMNS // 2
+        around = F.pad(pixels, (0, 0, side, side, STEM_ROWS - 1, 0)).permute(0, 3, 1, 2)
+        return F.conv2d(around, self.masked_weight()).flatten(2).transpose(1, 2)
+
+
+class ModernStack(nn.Module):
+    """Attention over a slice in raster order: [B, T, in] -> [B, T, D]."""
+
+    angles: Tensor
+
+    def __init__(
+        self,
+        *,
+        in_channels: int,
+        slice_size: int,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        hidden: int,
+        causal: bool,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        width = num_heads * head_dim
+        self.project = nn.Linear(in_channels, width)
+        self.layers = nn.ModuleList(
+            ModernLayer(width=width, num_heads=num_heads, hidden=hidden, causal=causal, dropout=dropout)
+            for _ in range(num_layers)
+        )
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        angles = rotary_angles(slice_size, slice_size, head_dim).to(self.norm.weight.device)
+        self.register_buffer("angles", angles, persistent=False)
+        self.recompute = False
+
+    def forward(self, x: Tensor, local: Tensor | None = None) -> Tensor:
+        """local [B, T, D]: the stem's output, added to the projected input."""
+        x = self.project(x)
+        if local is not None:
+            x = x + local
+        for layer in self.layers:
+            x = run_layer(layer, x, self.angles, recompute=self.recompute)
+        return self.norm(x)

@@ -1,0 +1,118 @@
+"""Recipe modern: its blocks by their definitions, its masks broken on purpose, its probabilities summed.
+
+That every stage is causal without blind spots, and decoded incrementally, is in test_causality.py and
+test_sampling_incremental.py, which run both recipes.
+
+    python -m pytest tests/spn/test_modern.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from spn.layers import channel_groups
+from spn.model import SPN, nll_nats
+from spn.modern import CausalStem, GroupNorm, ModernLayer, rotary_angles, rotate
+
+MODERN = {"recipe": "modern", "num_memory_rows": 10}
+
+
+def test_rotation_depends_on_the_offset_between_positions_alone():
+    """Equal queries and keys: their product is the same for every pair with the same (row, column) offset."""
+    angles = rotary_angles(5, 6, 8).double()
+    q, k = torch.randn(2, 8, dtype=torch.float64)
+    products = {}
+    for (r, c), (s, d) in itertools.product(itertools.product(range(5), range(6)), repeat=2):
+        value = rotate(q[None], angles[r * 6 + c][None]) @ rotate(k[None], angles[s * 6 + d][None]).t()
+        products.setdefault((s - r, d - c), []).append(value.item())
+    for values in products.values():
+        assert max(values) - min(values) < 1e-5  # angles are float32
+    firsts = [values[0] for values in products.values()]
+    assert len({round(value, 4) for value in firsts}) > len(firsts) / 2, "different offsets differ"
+
+
+def test_rotation_keeps_lengths():
+    x = torch.randn(3, 30, 8, dtype=torch.float64)
+    turned = rotate(x, rotary_angles(5, 6, 8).double())
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+
+
+def test_group_norm_keeps_groups_apart():
+    norm = GroupNorm(8)
+    torch.nn.init.ones_(norm.gain)
+    x, groups = torch.randn(4, 8), channel_groups(8)
+    for group in range(3):
+        part = norm(x)[:, groups == group]
+        torch.testing.assert_close(part.square().mean(-1), torch.ones(4), rtol=1e-4, atol=1e-4)
+        other = x.clone()
+        other[:, groups == group] += 1
+        assert torch.equal(norm(other)[:, groups != group], norm(x)[:, groups != group])
+
+
+def test_stem_reads_its_window_before_the_pixel():
+    """By perturbation: rows h-3..h, columns w-3..w+3, of the own row only what is to the left."""
+    stem = CausalStem(in_channels=2, width=3).double()
+    torch.nn.init.normal_(stem.weight)
+    x = torch.randn(1, 7, 9, 2, dtype=torch.float64)
+    base = stem(x).view(7, 9, 3)
+    for row, column in itertools.product(range(7), range(9)):
+        other = x.clone()
+        other[0, row, column] += 1
+        moved = (stem(other).view(7, 9, 3) - base).abs().amax(-1) > 0
+        for r, c in itertools.product(range(7), range(9)):
+            inside = abs(c - column) <= 3 and (r - 3 <= row < r or (row == r and column < c))
+            assert bool(moved[r, c]) == inside, (row, column, r, c)
+
+
+def test_a_new_layer_is_the_identity_and_can_learn(tiny_config):
+    """Residual branches add nothing at first, and every parameter but those behind a zero map gets a gradient."""
+    config = tiny_config("size_upscale", image_size=8, scaling_factor=2, decoder=MODERN, embedder=MODERN)
+    torch.manual_seed(0)
+    model = SPN(config)
+    layer = next(m for m in model.modules() if isinstance(m, ModernLayer))
+    x = torch.randn(2, 16, 8)
+    assert torch.equal(layer(x, model.decoder.attention.angles), x)
+    image = torch.randint(2, (2, 3, 8, 8))
+    index = torch.tensor([3, 1])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(60):
+        loss = nll_nats(model(image, index), model.target(image, index)).sum() / (2 * 3 * 16) / math.log(2)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+    assert losses[-1] < 0.2 < losses[0]
+
+
+def all_images(height: int, width: int) -> torch.Tensor:
+    """Every 1-bit image [2^(3 h w), 3, h, w]."""
+    count = 3 * height * width
+    numbers = torch.arange(2**count)
+    return ((numbers[:, None] >> torch.arange(count)) & 1).view(-1, 3, height, width)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("stage", "scaling_factor"), [("baseline", 1), ("size_upscale", 2)])
+def test_probabilities_of_all_images_sum_to_one(stage, scaling_factor, seed, tiny_spn):
+    sizes = dict(image_size=2, scaling_factor=scaling_factor, num_bits=1, decoder=MODERN, embedder=MODERN)
+    model, images = tiny_spn(stage, seed=seed, **sizes), all_images(2, 2)
+
+    def total() -> float:
+        nats = torch.zeros(len(images), dtype=torch.float64)
+        with torch.no_grad():
+            for number in range(model.config.num_slices):
+                index = torch.full((len(images),), number)
+                nats += nll_nats(model(images, index), model.target(images, index))
+        return float(torch.exp(-nats).sum())
+
+    assert abs(total() - 1) < 1e-9
+    for layer in model.decoder.layers[1:]:  # a norm over all channels lets groups see each other
+        layer.norm.sizes = [layer.norm.gain.numel(), 0, 0]
+    if len(model.decoder.layers) > 1:
+        assert abs(total() - 1) > 1e-6
