@@ -323,10 +323,10 @@ def resize_squares(square: np.ndarray, sides: list[int], *, profile: str) -> dic
 
 
 def low_depth(pixels: np.ndarray, bits: int) -> np.ndarray:
-    """The `bits` most significant bits of uint8 values: 0 .. 2**bits - 1, still uint8."""
+    """The `bits` most significant bits of uint8 values: 0 .. 2**bits - 1, still uint8. All 8: the same array."""
     if not 1 <= bits <= 8:
         raise ValueError(f"bits is {bits}; it must be within 1 and 8")
-    return pixels >> np.uint8(8 - bits)
+    return pixels if bits == 8 else pixels >> np.uint8(8 - bits)
 
 
 def flags_of(conversions: tuple[str, ...]) -> int:

@@ -122,7 +122,7 @@ class ShardWriter:
         self._split, self._index, self._num_shards = split, index, num_shards
         self._bits = bits
         self._group_rows = {r: row_group_rows or default_row_group_rows(r) for r in resolutions}
-        self._pending = {r: schema(r).empty_table() for r in resolutions}
+        self._pending: dict[int, list[tuple[pa.Table, np.ndarray]]] = {r: [] for r in resolutions}
         self._row_groups: dict[int, list[int]] = {r: [] for r in resolutions}
         self._streams: dict[tuple[int, int], files.HashedStream] = {}
         self._writers: dict[tuple[int, int], pq.ParquetWriter] = {}
@@ -150,23 +150,30 @@ class ShardWriter:
         self._writers[resolution, bits] = stack.enter_context(writer)
 
     def append(self, names: pa.Table, squares: dict[int, np.ndarray]) -> None:
-        """`names`: all columns but px; `squares`: resolution -> (N, R, R, 3) uint8 of 8 bits."""
+        """`names`: all columns but px; `squares`: resolution -> (N, R, R, 3) uint8 of 8 bits, free to be reused then.
+
+        Whole row groups are written straight from `squares`; only what is left over is copied, to wait for more.
+        """
         for resolution, array in squares.items():
-            rows = names.append_column(schema(resolution).field("px"), pixel_column(array))
-            table = pa.concat_tables([self._pending[resolution], rows])
-            while table.num_rows >= self._group_rows[resolution]:
-                self._write_group(resolution, table.slice(0, self._group_rows[resolution]))
-                table = table.slice(self._group_rows[resolution])
-            self._pending[resolution] = table
+            pending, begin = self._pending[resolution], 0
+            while begin < len(array):
+                wanted = self._group_rows[resolution] - sum(len(part) for _, part in pending)
+                rows = names.slice(begin, wanted), array[begin : begin + wanted]
+                begin += wanted
+                if len(rows[1]) < wanted:
+                    pending.append((rows[0], rows[1].copy()))
+                else:
+                    self._write_group(resolution, [*pending, rows])
+                    pending.clear()
 
     def __exit__(self, *error: object) -> None:
         if error[0] is not None:
             self._stack.__exit__(*error)
             return
         with self._stack:
-            for resolution, table in self._pending.items():
-                if table.num_rows:
-                    self._write_group(resolution, table)
+            for resolution, pending in self._pending.items():
+                if pending:
+                    self._write_group(resolution, pending)
 
     def shards(self) -> list[Shard]:
         """What was written; call it after the `with` block."""
@@ -185,13 +192,14 @@ class ShardWriter:
         )
         return f"{self._folder}/{name}"
 
-    def _write_group(self, resolution: int, table: pa.Table) -> None:
-        table = table.combine_chunks()
-        array, field = pixels(table), schema(resolution).field("px")
+    def _write_group(self, resolution: int, parts: list[tuple[pa.Table, np.ndarray]]) -> None:
+        names = pa.concat_tables([part for part, _ in parts]).combine_chunks()
+        array = parts[0][1] if len(parts) == 1 else np.concatenate([part for _, part in parts])
+        field = schema(resolution).field("px")
         for bits in self._bits:
-            low = table.set_column(table.num_columns - 1, field, pixel_column(images.low_depth(array, bits)))
-            self._writers[resolution, bits].write_table(low, row_group_size=table.num_rows)
-        self._row_groups[resolution].append(table.num_rows)
+            table = names.append_column(field, pixel_column(images.low_depth(array, bits)))
+            self._writers[resolution, bits].write_table(table, row_group_size=table.num_rows)
+        self._row_groups[resolution].append(len(array))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ from data_prep.parquet import ShardWriter, schema
 from data_prep.plan import Row, ShardPlan, content_of, quarantine_record, refuse_small
 from data_prep.sources.item import CHW, ENCODED, Item
 
-_CHUNK_BYTES = 256_000_000  # of pixels that a task holds at once
+# Pixels that a task holds at once: more where rows share what is read, so that it is read and decoded seldom.
+_CHUNK_BYTES = 64_000_000
+_SHARED_CHUNK_BYTES = 256_000_000
 
 
 def write_shard(task: dict, *, config: DataConfig, root: str, out: str, plan_hash: str) -> dict:
@@ -74,16 +76,19 @@ def _is_intact(filesystem: pafs.FileSystem, folder: str, sidecar: dict, plan_has
 def _chunks(
     config: DataConfig, reader: sources.Reader, rows: list[Row], quarantine: list[dict], contents: list[str]
 ) -> Iterator[tuple[pa.Table, dict[int, np.ndarray]]]:
-    """Rows in plan order as (columns but px, resolution -> pixels), a bounded number at a time.
+    """Rows in plan order as (columns but px, resolution -> pixels), a bounded number at a time, in memory that is used
+    again for the next ones.
 
     Inside a chunk items are taken in the order of their places in the source, each once, however its tiles are
     scattered. What cannot be used is added to `quarantine`, what was read to `contents`.
     """
     bytes_per_row = sum(resolution**2 * 3 for resolution in config.resolutions)
-    rows_per_chunk = max(1, _CHUNK_BYTES // bytes_per_row)
+    shared = any(row.top is not None or row.item.block is not None for row in rows)
+    rows_per_chunk = min(len(rows), max(1, (_SHARED_CHUNK_BYTES if shared else _CHUNK_BYTES) // bytes_per_row))
+    memory = {r: np.empty((rows_per_chunk, r, r, 3), np.uint8) for r in config.resolutions}  # of every chunk in turn
     for begin in range(0, len(rows), rows_per_chunk):
         chunk = rows[begin : begin + rows_per_chunk]
-        squares = {r: np.empty((len(chunk), r, r, 3), np.uint8) for r in config.resolutions}
+        squares = {resolution: array[: len(chunk)] for resolution, array in memory.items()}
         facts: list[tuple[int, int, int] | None] = [None] * len(chunk)  # orig_h, orig_w, flags
         for places in _by_item(chunk):
             item = chunk[places[0]].item

@@ -1,0 +1,340 @@
+"""Speed and memory of the data-set build, against a plain process pool, and of reading for training.
+
+    python benchmarks/data_prep.py build --raw FOLDER --cores 2 --out benchmarks/results/data
+    python benchmarks/data_prep.py memory --raw FOLDER --out benchmarks/results/data
+    python benchmarks/data_prep.py read --raw FOLDER --out benchmarks/results/data
+
+FOLDER holds photos; they are copied under distinct keys until there are --images of them. Pool and Ray start before
+the clock does, decode and resize with the same functions and take turns, --repeats times. The pool is what one would
+write without this project: each task decodes the photos of a shard, resizes them and writes Parquet files with the same
+settings, but no fsync, checksums, quarantine or means to go on after a kill. `pool_pixels` stops before the files.
+Rates are wall-clock; on a machine with other work, read the ratios, and `cpu_ms`: CPU time an image, of all processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray stays on loopback
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_DATA_USE_DATASOURCE_V2", "0")
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+
+from data_prep import files, images
+from data_prep.build import build
+from data_prep.config import DataConfig
+from data_prep.ingest import collate, train_stream
+from data_prep.parquet import QUARANTINE, QUARANTINE_SCHEMA, Manifest, ShardWriter, open_dataset, pixel_column, pixels
+
+RESOLUTIONS, BITS = [32, 64, 128, 256], [3, 8]
+LIBRARIES = ("numpy", "pillow", "pyarrow", "ray", "simplejpeg")
+READ_BATCH = 64  # images
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=["build", "memory", "read"])
+    parser.add_argument("--raw", type=Path, required=True, help="folder of photos")
+    parser.add_argument("--images", type=int, default=4_000)
+    parser.add_argument("--rows-per-shard", type=int, default=250)
+    parser.add_argument("--cores", type=int, default=2, help="the processes are bound to so many")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="folder for the JSON")
+    arguments = parser.parse_args()
+    allowed = sorted(os.sched_getaffinity(0))[: arguments.cores]
+    os.sched_setaffinity(0, allowed)  # children inherit it
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        place = Path(folder)
+        if arguments.what == "build":
+            result = measure_build(arguments, place)
+        elif arguments.what == "memory":
+            result = measure_memory(arguments, place)
+        else:
+            result = measure_read(arguments, place)
+    words = ["python", "benchmarks/data_prep.py", *sys.argv[1:]]
+    words[words.index("--raw") + 1] = "FOLDER"
+    result = {"command": " ".join(words), "machine": machine(len(allowed)), **result}
+    print(json.dumps(result, indent=1), flush=True)
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        cores = f"-{arguments.cores}core" if arguments.what == "build" else ""
+        (arguments.out / f"{arguments.what}{cores}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def machine(cores: int) -> dict:
+    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ": ?")
+    return {
+        "cpu": model.split(":")[1].strip(),
+        "cores_used": cores,
+        "load_1min": round(os.getloadavg()[0], 1),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in LIBRARIES},
+    }
+
+
+# ---- what is measured ----------------------------------------------------------------------------------------------
+
+
+def measure_build(arguments: argparse.Namespace, place: Path) -> dict:
+    names = copy_photos(arguments.raw, place / "raw", arguments.images)
+    config = data_config(place / "raw", arguments)
+    shards = [names[i : i + arguments.rows_per_shard] for i in range(0, len(names), arguments.rows_per_shard)]
+    runs: dict[str, list[dict]] = {"ray": [], "pool": [], "pool_pixels": []}
+    with ray_session(arguments.cores), process_pool(arguments.cores) as pool:
+        copy_photos(arguments.raw, place / "few", 8 * arguments.cores)
+        few = data_config(place / "few", arguments, rows_per_shard=4)
+        build(few, out=str(place / "warm"), progress=lambda *_: None, num_cpus_per_task=1)
+        pool.map(plain_pixels, [[str(place / "few" / n) for n in names[:4]]] * 2 * arguments.cores, chunksize=1)
+        for repeat in range(arguments.repeats):
+            out = place / f"ray{repeat}"
+            job = timed(lambda out=out: build(config, out=str(out), progress=lambda *_: None, num_cpus_per_task=1))
+            runs["ray"].append(per_image(job, len(names)))
+            shutil.rmtree(out)
+            for name, function in (("pool", plain_shard), ("pool_pixels", plain_pixels)):
+                tasks = [[str(place / "raw" / n) for n in shard] for shard in shards]
+                job = timed(lambda f=function, t=tasks: pool.map(f, t, chunksize=1))
+                runs[name].append(per_image(job, len(names)))
+                shutil.rmtree(place / "plain", ignore_errors=True)
+            print({name: found[-1] for name, found in runs.items()}, file=sys.stderr, flush=True)
+    median = {
+        name: {key: statistics.median(run[key] for run in found) for key in found[0]} for name, found in runs.items()
+    }
+    ratios = [
+        ray["images_per_sec"] / pool["images_per_sec"] for ray, pool in zip(runs["ray"], runs["pool"], strict=True)
+    ]
+    return {
+        "images": len(names),
+        "resolutions": RESOLUTIONS,
+        "bits": BITS,
+        "ray_to_pool": statistics.median(ratios),
+        "ray_to_pool_cpu": median["pool"]["cpu_ms"] / median["ray"]["cpu_ms"],
+        "ray_to_pool_pixels": median["ray"]["images_per_sec"] / median["pool_pixels"]["images_per_sec"],
+        "median": median,
+        "runs": runs,
+    }
+
+
+def measure_memory(arguments: argparse.Namespace, place: Path) -> dict:
+    """Peak of all processes of the build together, shared pages counted once (PSS)."""
+    peaks = {}
+    for number in (500, 5_000):
+        copy_photos(arguments.raw, place / f"raw{number}", number)
+        config = data_config(place / f"raw{number}", arguments)
+        with ray_session(arguments.cores):
+            before = sum(pss(process) for process in family())
+            with peak_memory() as peak:
+                build(config, out=str(place / "set"), progress=lambda *_: None, num_cpus_per_task=1)
+            peaks[number] = {name: round(value / 2**20) for name, value in {"idle": before, **peak}.items()}
+        shutil.rmtree(place / "set")
+    return {"unit": "MiB", "rows_per_shard": arguments.rows_per_shard, "peaks": peaks}
+
+
+def measure_read(arguments: argparse.Namespace, place: Path) -> dict:
+    """Images a second through train_stream, iter_batches and collate, the first batch not counted."""
+    copy_photos(arguments.raw, place / "raw", arguments.images)
+    rates: dict[str, list[float]] = {}
+    with ray_session(arguments.cores):
+        build(data_config(place / "raw", arguments), out=str(place / "set"), progress=lambda *_: None)
+        # A split below 64 MB stays decoded in memory; 32 pixels need more images than there are to be read from disk.
+        repeated = repeat_rows(place / "set", place / "many", resolution=32, times=-(-40_000 // arguments.images))
+        for resolution, uri, num_rows in (
+            (32, repeated, 200_000),
+            (64, str(place / "set"), 40_000),
+            (128, str(place / "set"), 20_000),
+            (256, str(place / "set"), 8_000),
+        ):
+            for repeat in range(arguments.repeats):
+                stream = train_stream(uri, resolution=resolution, bits=8, seed=repeat, start_row=0, num_rows=num_rows)
+                seen, start = 0, 0.0
+                for batch in stream.iter_batches(batch_size=READ_BATCH, batch_format="pyarrow", prefetch_batches=2):
+                    rows = collate(batch)
+                    assert rows["px"].shape[1:] == (resolution, resolution, 3)
+                    if not start:
+                        start = time.perf_counter()
+                    else:
+                        seen += len(rows["px"])
+                rate = seen / (time.perf_counter() - start)
+                rates.setdefault(str(resolution), []).append(round(rate))
+    return {
+        "batch_size": READ_BATCH,
+        "images_per_sec": {resolution: statistics.median(found) for resolution, found in rates.items()},
+        "runs": rates,
+    }
+
+
+# ---- the plain way -------------------------------------------------------------------------------------------------
+
+
+def plain_pixels(paths: list[str]) -> dict[int, np.ndarray] | int:
+    return len(_plain(paths)[RESOLUTIONS[0]])
+
+
+def plain_shard(paths: list[str]) -> int:
+    """Writes the photos' Parquet files beside their folder."""
+    squares = _plain(paths)
+    names = [Path(path).name for path in paths]
+    for resolution, array in squares.items():
+        for bits in BITS:
+            table = pa.table({"key": names, "px": pixel_column(images.low_depth(array, bits))})
+            path = Path(paths[0]).parents[1] / "plain" / f"{resolution}-{bits}-{names[0]}.parquet"
+            path.parent.mkdir(exist_ok=True)
+            rows = max(1, 16_000_000 // (resolution**2 * 3))
+            options = dict(compression="zstd", compression_level=1, use_dictionary=False, row_group_size=rows)
+            pq.write_table(table, path, write_statistics=["key"], **options)
+    return len(names)
+
+
+def _plain(paths: list[str]) -> dict[int, np.ndarray]:
+    squares = {resolution: np.empty((len(paths), resolution, resolution, 3), np.uint8) for resolution in RESOLUTIONS}
+    for i, path in enumerate(paths):
+        square = images.center_crop(images.decode(Path(path).read_bytes(), profile="tf").pixels)
+        for resolution, array in images.resize_squares(square, RESOLUTIONS, profile="tf").items():
+            squares[resolution][i] = array
+    return squares
+
+
+# ---- tools ---------------------------------------------------------------------------------------------------------
+
+
+def copy_photos(source: Path, target: Path, number: int) -> list[str]:
+    """Names of `number` copies, each file again and again under other names."""
+    found = sorted(path for path in source.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))
+    assert found, f"{source} has no photos"
+    target.mkdir()
+    names = []
+    for i in range(number):
+        path = found[i % len(found)]
+        names.append(f"{i // len(found):03d}_{i % len(found):05d}{path.suffix}")
+        shutil.copyfile(path, target / names[-1])
+    return names
+
+
+def data_config(root: Path, arguments: argparse.Namespace, rows_per_shard: int | None = None) -> DataConfig:
+    return DataConfig(
+        dataset="bench",
+        source="folder",
+        root=str(root),
+        image_size=RESOLUTIONS[-1],
+        resolutions=RESOLUTIONS,
+        bits=BITS,
+        rows_per_shard=rows_per_shard or arguments.rows_per_shard,
+    )
+
+
+def repeat_rows(source: Path, target: Path, *, resolution: int, times: int) -> str:
+    """A data set of one resolution with every row `times` times, in shards of one repetition."""
+    table = open_dataset(str(source)).read(resolution=resolution, bits=8, split="train")
+    filesystem, folder = files.locate(str(target))
+    shards = []
+    for index in range(times):
+        options = dict(split="train", index=index, num_shards=times, resolutions=[resolution], bits=[8])
+        writer = ShardWriter(filesystem, folder=folder, row_group_rows=None, **options)
+        with writer:
+            keys = pa.array([f"{index}/{key}" for key in table.column("key").to_pylist()])
+            names = table.drop_columns(["px"]).set_column(0, table.schema.field("key"), keys)
+            writer.append(names, {resolution: pixels(table)})
+        shards += writer.shards()
+    pq.write_table(QUARANTINE_SCHEMA.empty_table(), target / QUARANTINE)
+    facts = dict(dataset="bench", plan_hash="", source={}, num_photos={}, split_hashes={}, quarantine={}, versions={})
+    config = {"resolutions": [resolution], "bits": [8]}
+    counts = {"train": times * table.num_rows}
+    manifest = Manifest(config=config, num_images=counts, quarantine_sha256="", conversions={}, shards=shards, **facts)
+    (target / "manifest.json").write_text(manifest.to_json())
+    return str(target)
+
+
+@contextlib.contextmanager
+def ray_session(cores: int) -> Iterator[None]:
+    import ray
+
+    ray.init(address="local", num_cpus=cores, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@contextlib.contextmanager
+def process_pool(cores: int) -> Iterator:
+    with multiprocessing.get_context("spawn").Pool(cores) as pool:
+        yield pool
+
+
+def family() -> list[psutil.Process]:
+    me = psutil.Process()
+    return [me, *me.children(recursive=True)]
+
+
+def timed(job: Callable[[], object]) -> tuple[float, float]:
+    """(seconds, CPU seconds of this process and all below that live on)."""
+    before = {process.pid: _cpu(process) for process in family()}
+    start = time.perf_counter()
+    job()
+    seconds = time.perf_counter() - start
+    return seconds, sum(_cpu(process) - before.get(process.pid, 0.0) for process in family())
+
+
+def per_image(job: tuple[float, float], number: int) -> dict[str, float]:
+    return {"images_per_sec": round(number / job[0], 1), "cpu_ms": round(1e3 * job[1] / number, 3)}
+
+
+def _cpu(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+        return times.user + times.system
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def pss(process: psutil.Process) -> int:
+    try:
+        text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:")), 0)
+
+
+@contextlib.contextmanager
+def peak_memory() -> Iterator[dict[str, int]]:
+    """Filled while the block runs: all processes together, and the largest one."""
+    peak = {"all": 0, "largest_process": 0}
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.2):
+            found = [pss(process) for process in family()]
+            peak["all"] = max(peak["all"], sum(found))
+            peak["largest_process"] = max(peak["largest_process"], *found)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        stop.set()
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()
