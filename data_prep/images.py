@@ -8,7 +8,6 @@ Shapes: H W image, C colour channels (3), R side of a training image. Arrays are
 
 from __future__ import annotations
 
-import functools
 import io
 import math
 import warnings
@@ -17,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
+
+from data_prep import resize
 
 MAX_PIXELS = 100_000_000  # of one source image; checked in the header, before memory is taken
 
@@ -241,62 +242,8 @@ def tile_origins(height: int, width: int, *, size: int, stride: int) -> list[tup
 
 
 def resize_area(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Mean over areas, equal bit for bit to TensorFlow's ResizeArea(align_corners=False).
-
-    (H, W, C) uint8 or float32 -> (height, width, C) float32. All in float32: taps along x are summed first, then
-    along y, each from left to right, then one product with the reciprocal of the area. Written in NumPy on purpose:
-    multiply and add are separate calls, so no compiler can fuse them (a C or sparse-matrix loop is fused on ARM),
-    nothing is compiled at start, and the speed is that of two sparse products because each tap is one copy of rows.
-    """
-    return _resize_columns(_columns(pixels), height, width)
-
-
-def _columns(pixels: np.ndarray) -> np.ndarray:
-    """(H, W, C) -> (W, H, C) float32, contiguous; channel by channel is twice as fast as one transposed copy."""
-    columns = np.empty((pixels.shape[1], pixels.shape[0], pixels.shape[2]), np.float32)
-    for channel in range(pixels.shape[2]):
-        columns[:, :, channel] = pixels[:, :, channel].T
-    return columns
-
-
-def _resize_columns(columns: np.ndarray, height: int, width: int) -> np.ndarray:
-    """(W, H, C) float32 -> (height, width, C) float32."""
-    y_taps, y_weights, y_scale = _axis_taps(columns.shape[1], height)
-    x_taps, x_weights, x_scale = _axis_taps(columns.shape[0], width)
-    summed = _sum_taps(columns, x_taps, x_weights)  # (width, H, C)
-    summed = _sum_taps(np.ascontiguousarray(summed.transpose(1, 0, 2)), y_taps, y_weights)  # (height, width, C)
-    summed *= np.float32(1.0 / float(y_scale * x_scale))
-    return summed
-
-
-def _sum_taps(rows: np.ndarray, taps: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Weighted sum over the first axis: (n_in, ...) -> (n_out, ...); taps and weights are (num_taps, n_out)."""
-    shape = (taps.shape[1], *rows.shape[1:])
-    rows = rows.reshape(rows.shape[0], -1)
-    total = rows[taps[0]]
-    total *= weights[0][:, None]
-    term = np.empty_like(total)
-    for tap, weight in zip(taps[1:], weights[1:], strict=True):
-        np.take(rows, tap, axis=0, out=term, mode="clip")  # "clip" skips a buffered copy; taps are in range anyway
-        term *= weight[:, None]
-        total += term
-    return total.reshape(shape)
-
-
-@functools.lru_cache(maxsize=256)
-def _axis_taps(n_in: int, n_out: int) -> tuple[np.ndarray, np.ndarray, np.float32]:
-    """Source positions and float32 weights of each output position, (num_taps, n_out) each, and the scale."""
-    one = np.float32(1)
-    scale = np.float32(n_in) / np.float32(n_out)
-    k = np.arange(n_out, dtype=np.float32)
-    begin, end = k * scale, (k + one) * scale
-    first, last = np.floor(begin).astype(np.int64), np.ceil(end).astype(np.int64)
-    taps = first + np.arange(int((last - first).max()))[:, None]
-    cell = taps.astype(np.float32)
-    cut_begin, cut_end = cell < begin, cell + one > end
-    weights = np.where(cut_begin, np.where(cut_end, scale, cell + one - begin), np.where(cut_end, end - cell, one))
-    weights = np.where(taps < last, weights, 0).astype(np.float32)
-    return np.clip(taps, 0, n_in - 1), weights, scale
+    """(H, W, 3) uint8 -> (height, width, 3) float32, means over areas, equal bit for bit to TensorFlow's ResizeArea."""
+    return resize.resize_area(pixels, [(height, width)])[0]
 
 
 def to_uint8(pixels: np.ndarray, *, profile: str) -> np.ndarray:
@@ -310,16 +257,14 @@ def resize_square(square: np.ndarray, side: int, *, profile: str) -> np.ndarray:
 
 
 def resize_squares(square: np.ndarray, sides: list[int], *, profile: str) -> dict[int, np.ndarray]:
-    """(H, W, 3) uint8 -> side: (side, side, 3) uint8, for several sides at the cost of one transposition.
+    """(H, W, 3) uint8 -> side: (side, side, 3) uint8, for several sides in one pass over the pixels.
 
     What is no square is squashed into one. `profile` decides the rounding; an array of the right size stays as it is.
     """
-    done = [side for side in sides if square.shape[:2] == (side, side)]
-    columns = _columns(square) if len(done) < len(sides) else None
-    return {
-        side: square if side in done else to_uint8(_resize_columns(columns, side, side), profile=profile)
-        for side in sides
-    }
+    others = [side for side in sides if square.shape[:2] != (side, side)]
+    resized = resize.resize_area(square, [(side, side) for side in others]) if others else []
+    found = {side: to_uint8(array, profile=profile) for side, array in zip(others, resized, strict=True)}
+    return {side: found.get(side, square) for side in sides}
 
 
 def low_depth(pixels: np.ndarray, bits: int) -> np.ndarray:

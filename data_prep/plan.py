@@ -18,7 +18,7 @@ from data_prep.sources.item import ENCODED, Item
 from data_prep.splits import split_items
 
 _BYTE_DECIDING_LIBRARIES = ("numpy", "pillow", "pyarrow", "simplejpeg")
-_BYTE_DECIDING_CODE = ("images.py", "order.py", "parquet.py", "plan.py", "shard.py", "splits.py")
+_BYTE_DECIDING_CODE = ("images.py", "order.py", "parquet.py", "plan.py", "resize.py", "shard.py", "splits.py")
 
 
 @dataclass(frozen=True, slots=True)
