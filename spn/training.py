@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from spn.model import SPN, SPNConfig, nll_nats
+from spn.optimizers import make_optimizer
 
-OPTIMIZERS = ("rmsprop", "adamw")
-SCHEDULES = ("piecewise", "cosine")
+OPTIMIZERS = ("rmsprop", "adamw", "muon")
+SCHEDULES = ("piecewise", "cosine", "linear")
 SLICES = ("all", "first")
 PRECISIONS = ("float32", "bfloat16")
 
@@ -31,7 +32,7 @@ class TrainConfig:
     num_steps: int = 200_000
     batch_size: int = 2048  # slices an optimiser step, over all workers and accumulated micro-batches
     micro_batch_size: int | None = None  # most slices a worker holds at once; None: its share of the batch
-    optimizer: str = "rmsprop"  # TensorFlow's RMSProp, or adamw
+    optimizer: str = "rmsprop"  # TensorFlow's RMSProp; adamw; muon (matrices; adamw for all else)
     learning_rate: float = 1e-4
     schedule: str = "piecewise"
     lr_boundaries: list[int] = field(default_factory=list)  # steps at which the rate drops
@@ -40,7 +41,9 @@ class TrainConfig:
     momentum: float = 0.9  # adamw: beta1
     decay: float = 0.95  # of the mean square; adamw: beta2
     epsilon: float = 1e-8
-    weight_decay: float = 0.0  # adamw only
+    adamw_learning_rate: float = 1.5e-3  # muon only: of what is no matrix
+    cooldown: float = 0.6  # linear schedule: the last share of the steps, over which the rate falls to zero
+    weight_decay: float = 0.0  # adamw and muon
     grad_clip: float | None = None  # global norm; None: no clipping
     polyak_decay: float = 0.9999
     polyak_warmup: bool = False  # min(polyak_decay, (1 + n) / (10 + n)) at step n
@@ -78,7 +81,9 @@ class TrainConfig:
         for name in ("momentum", "decay", "polyak_decay"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
-        for name in ("epsilon", "weight_decay", "warmup_steps"):
+        if not 0 < self.cooldown <= 1:
+            raise ValueError(f"cooldown is {self.cooldown}; it must be above 0 and at most 1")
+        for name in ("epsilon", "weight_decay", "warmup_steps", "adamw_learning_rate"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if self.grad_clip is not None and self.grad_clip <= 0:
@@ -105,63 +110,15 @@ class Batch:
     keys: Sequence[str]  # of the images, for messages
 
 
-class TFRMSProp(torch.optim.Optimizer):
-    """RMSProp as TensorFlow 1 defines it (tf.train.RMSPropOptimizer, dense, not centred).
-
-    ms <- ms + (g^2 - ms)(1 - decay), from ms = 1;  mom <- momentum mom + lr g / sqrt(ms + epsilon);  w <- w - mom.
-    Not torch.optim.RMSprop, which starts ms at 0, adds epsilon outside the root and multiplies lr outside the momentum.
-    """
-
-    def __init__(self, params: Any, *, lr: float, momentum: float, decay: float, epsilon: float) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "decay": decay, "epsilon": epsilon})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        assert closure is None, "the loss is not evaluated again"
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            for p in params:
-                if not self.state[p]:
-                    self.state[p]["mean_square"] = torch.ones_like(p)
-                    self.state[p]["moment"] = torch.zeros_like(p)
-            grads = [p.grad for p in params]
-            mean_square = [self.state[p]["mean_square"] for p in params]
-            moment = [self.state[p]["moment"] for p in params]
-            # Horizontal, over all tensors at once: a kernel for each line instead of one for each tensor and line.
-            torch._foreach_lerp_(mean_square, torch._foreach_mul(grads, grads), 1 - group["decay"])
-            root = torch._foreach_add(mean_square, group["epsilon"])
-            torch._foreach_sqrt_(root)
-            torch._foreach_mul_(moment, group["momentum"])
-            torch._foreach_addcdiv_(moment, grads, root, value=group["lr"])
-            torch._foreach_sub_(params, moment)
-
-
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimiser that the configuration names, over all parameters."""
-    params = list(model.parameters())
-    if config.optimizer == "rmsprop":
-        return TFRMSProp(
-            params, lr=config.learning_rate, momentum=config.momentum, decay=config.decay, epsilon=config.epsilon
-        )
-    # Norm gains, biases and embeddings are not decayed.
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    decayed = [p.ndim >= 2 and id(p) not in tables for p in params]
-    groups = [
-        {"params": [p for p, yes in zip(params, decayed, strict=True) if yes], "weight_decay": config.weight_decay},
-        {"params": [p for p, yes in zip(params, decayed, strict=True) if not yes], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.momentum, config.decay), eps=config.epsilon)
-
-
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Rate of optimiser step `step` (counted from 0): linear warm-up, then piecewise constant or cosine to zero."""
+    """Rate of optimiser step `step` (counted from 0): linear warm-up, then piecewise constant, or to zero."""
     rate = config.learning_rate
     if config.schedule == "piecewise":
         for boundary, value in zip(config.lr_boundaries, config.lr_values, strict=True):
             if step >= boundary:
                 rate = value
+    elif config.schedule == "linear":
+        rate *= min(1.0, (config.num_steps - step) / max(1.0, config.cooldown * config.num_steps))
     else:
         done = max(0, step - config.warmup_steps) / max(1, config.num_steps - config.warmup_steps)
         rate *= 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
@@ -286,7 +243,7 @@ def train_step(
             f"norm {grad_norm.item():.4g}; batch with images {keys}, …"
         )
     for group in state.optimizer.param_groups:
-        group["lr"] = learning_rate(config, state.step)
+        group["lr"] = learning_rate(config, state.step) * group.get("lr_scale", 1.0)
     state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
     state.step += 1

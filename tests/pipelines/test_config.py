@@ -348,7 +348,7 @@ MISTAKES = {
         "train.batch_size=8",
         "resources.num_workers=3",
     ): "train.batch_size is 8; resources.num_workers, 3, must divide it",
-    ("train.optimizer=rmsprob",): "train.optimizer is 'rmsprob'; it must be one of rmsprop, adamw",
+    ("train.optimizer=rmsprob",): "train.optimizer is 'rmsprob'; it must be one of rmsprop, adamw, muon",
     (
         "resources.num_workers=2",
         "per_stage.first_slice.train.batch_size=9",

@@ -262,7 +262,8 @@ def test_fit_hands_out_nothing_after_wrong_numbers(network, settings, batches_fr
     ("changes", "words"),
     [
         ({"optimizer": "sgd"}, ["optimizer", "'sgd'", "rmsprop", "adamw"]),
-        ({"schedule": "linear"}, ["schedule", "'linear'", "piecewise", "cosine"]),
+        ({"schedule": "step"}, ["schedule", "'step'", "piecewise", "cosine", "linear"]),
+        ({"cooldown": 0.0}, ["cooldown", "0.0", "above 0"]),
         ({"slices": "some"}, ["slices", "'some'", "all", "first"]),
         ({"precision": "float16"}, ["precision", "'float16'", "float32", "bfloat16"]),
         ({"num_steps": 0}, ["num_steps", "0", "at least 1"]),

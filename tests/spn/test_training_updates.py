@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from spn.optimizers import TFRMSProp, make_optimizer
 from spn.training import (
     Polyak,
-    TFRMSProp,
     TrainConfig,
     TrainState,
     learning_rate,
-    make_optimizer,
     train_step,
 )
 
