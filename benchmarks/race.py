@@ -4,9 +4,9 @@
     python benchmarks/race.py --dataset RUNS/cifar10/nodes/prepare_data/*/*/dataset --variant modern --seconds 480 \
         --out benchmarks/results/race
 
-Variants: paper (the paper's decoder and RMSProp recipe, with the Polyak warm-up), paper_adamw (its decoder, a present-day
-optimiser and schedule), modern (recipe modern, Muon). Compiling is not counted. With --tune the last 5,000 training
-images are held out and scored instead of the test images.
+Variants: paper (the paper's decoder and RMSProp recipe, with the Polyak warm-up), paper_adamw (its decoder, a
+present-day optimiser and schedule), modern (recipe modern, Muon). Compiling is not counted. With --tune the last 5,000
+training images are held out and scored instead of the test images.
 """
 
 from __future__ import annotations
