@@ -112,6 +112,7 @@ def measure_build(arguments: argparse.Namespace, place: Path) -> dict:
             out = place / f"ray{repeat}"
             job = timed(lambda out=out: build(config, out=str(out), progress=lambda *_: None, num_cpus_per_task=1))
             runs["ray"].append(per_image(job, len(names)))
+            sizes = file_sizes(out)
             shutil.rmtree(out)
             for name, function in (("pool", plain_shard), ("pool_pixels", plain_pixels)):
                 tasks = [[str(place / "raw" / n) for n in shard] for shard in shards]
@@ -129,6 +130,10 @@ def measure_build(arguments: argparse.Namespace, place: Path) -> dict:
         "images": len(names),
         "resolutions": RESOLUTIONS,
         "bits": BITS,
+        "bytes_per_image": {
+            "raw": round(sum(f.stat().st_size for f in (place / "raw").iterdir()) / len(names)),
+            **sizes,
+        },
         "ray_to_pool": statistics.median(ratios),
         "ray_to_pool_cpu": median["pool"]["cpu_ms"] / median["ray"]["cpu_ms"],
         "ray_to_pool_pixels": median["ray"]["images_per_sec"] / median["pool_pixels"]["images_per_sec"],
@@ -217,6 +222,16 @@ def _plain(paths: list[str]) -> dict[int, np.ndarray]:
 
 
 # ---- tools ---------------------------------------------------------------------------------------------------------
+
+
+def file_sizes(dataset: Path) -> dict[str, int]:
+    """Bytes an image at each resolution and depth, {"res=32/bits=3": ...}."""
+    manifest = open_dataset(str(dataset)).manifest
+    sizes: dict[str, int] = {}
+    for shard in manifest.shards:
+        name = f"res={shard.resolution}/bits={shard.bits}"
+        sizes[name] = sizes.get(name, 0) + shard.bytes
+    return {name: round(size / sum(manifest.num_images.values())) for name, size in sizes.items()}
 
 
 def copy_photos(source: Path, target: Path, number: int) -> list[str]:
