@@ -40,7 +40,7 @@ def build(
     *,
     out: str,
     progress: Callable[[int, int, int], None],
-    num_cpus_per_task: float = 0.5,
+    num_cpus_per_task: float = 1,
 ) -> Manifest:
     """Builds the data set in the folder `out` (path or URI) and returns its manifest. Ray must be initialised.
 

@@ -1,0 +1,33 @@
+"""What the documentation gives to copy can be used.  python -m pytest tests/pipelines/test_docs.py"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipelines import full_multidim, prepare_data
+from pipelines.config import load
+
+ROOT = Path(__file__).parents[2]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+
+
+def test_configuration_for_own_photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    config = load(str(ROOT / "docs/own_data.yaml"), [])
+    assert config.data.root is None and config.data.image_size % config.scaling_factor == 0
+    (tmp_path / "photo.jpg").write_bytes(b"")
+    arguments = ["--config", str(ROOT / "docs/own_data.yaml"), f"data.root={tmp_path}", f"storage={tmp_path / 'runs'}"]
+    assert full_multidim.main([*arguments, "--dry-run"]) == 0
+    assert prepare_data.main([*arguments, "--verify"]) == 2  # nothing is built
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_links_and_scripts_exist(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / target).exists(), target
+    for path in re.findall(r"\b((?:pipelines|data_prep|tests|benchmarks|docs)/[\w/]+\.\w+)", text):
+        assert (ROOT / path).exists(), path
