@@ -225,13 +225,17 @@ def test_a_signal_stops_the_tasks_and_closes_their_runs(
 ) -> None:
     monkeypatch.setattr(runner, "MAX_CALLS", 1)
     before = signal.getsignal(signal.SIGTERM)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started without it
     nodes = [node("a", "wait_for_ever", options={"place": str(tmp_path)}), node("b", needs=["a"])]
     uri, artifacts = default_uri(store, name="toy")
     ledger = Ledger(uri, experiment="toy", run_folder=store.uri, artifacts=artifacts)
     ledger.start_pipeline(tags={}, params={}, files={})
     thread = watch(tmp_path, lambda: os.kill(os.getpid(), how))
-    with pytest.raises(KeyboardInterrupt):
-        go(store, nodes, ledger=ledger)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            go(store, nodes, ledger=ledger)
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
     thread.join()
     assert is_gone(int((tmp_path / "pid").read_text()))
     assert signal.getsignal(signal.SIGTERM) == before

@@ -81,5 +81,7 @@ def alone(context: NodeContext) -> NodeResult:
 
 def wait_for_ever(context: NodeContext) -> NodeResult:
     Path(context.options["place"], "pid").write_text(str(os.getpid()))
-    while True:
+    deadline = time.monotonic() + 120  # for ever, as far as a test goes: a test that fails must end
+    while time.monotonic() < deadline:
         time.sleep(0.05)
+    raise RuntimeError("nobody stopped this node")
