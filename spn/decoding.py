@@ -50,6 +50,8 @@ class DecoderWeights:
     decoder: Decoder
     layers: tuple[LayerWeights, ...]
     stem: Tensor | None  # [rows * columns * 24, D] of recipe modern
+    direct: tuple[Tensor, Tensor] | None  # of attention [D, R] and of s [channels, R] (recipe modern)
+    gain: Tensor | None  # [R] of the norm before the head (recipe modern)
     head: tuple[tuple[Tensor, Tensor], ...]  # per group: [groups up to it of R, V], bias
     conv_ends: tuple[int, ...]  # end of each group in C
     stream_ends: tuple[int, ...]  # end of each group in R
@@ -68,8 +70,11 @@ class DecoderCache:
     from_above: list[Tensor]  # per layer [B, w, 2C]: what rows above and s add to the gate in this row
     gate: list[Tensor]  # per layer [B, 2C]: pre-activation of this pixel, all but the pixel itself
     hidden: list[Tensor]  # per layer [B, C]: gated activations of this pixel
+    direct_above: Tensor | None  # [B, w, R]: what s adds to the stream in this row (recipe modern)
+    direct: Tensor | None  # [B, R]: what attention and s add to the stream at this pixel (recipe modern)
     pixels: Tensor | None  # [B, h + 3, w + 6, 24]: embedded pixels so far, zero-padded, for the stem of recipe modern
     normed: list[Tensor]  # per layer with a norm: the stream before it, normed [B, R]
+    features: Tensor  # [B, R]: the normed stream that the head reads (recipe modern)
     streams: list[Tensor]  # after each layer [B, R]: a later group reads what earlier groups were at *that* depth
 
 
@@ -131,7 +136,12 @@ def prepare(model: SPN) -> DecoderWeights:
     )
     size = model.config.slice_size
     stem = None if decoder.stem is None else decoder.stem.masked_weight().permute(2, 3, 1, 0).flatten(0, 2).contiguous()
-    return DecoderWeights(decoder, tuple(layers), stem, heads, conv, stream, size, size)
+    direct = None
+    if decoder.direct is not None:
+        maps = decoder.direct.weight.t()
+        direct = (maps[:attn_width].contiguous(), maps[attn_width:].contiguous())
+    gain = None if decoder.norm is None else decoder.norm.gain.clone()
+    return DecoderWeights(decoder, tuple(layers), stem, direct, gain, heads, conv, stream, size, size)
 
 
 def new_cache(weights: DecoderWeights, batch: int) -> DecoderCache:
@@ -156,8 +166,11 @@ def new_cache(weights: DecoderWeights, batch: int) -> DecoderCache:
         from_above=[zeros(batch, weights.width, g) for g in gates],
         gate=[zeros(batch, g) for g in gates],
         hidden=[zeros(batch, weights.conv_ends[-1]) for _ in gates],
+        direct_above=None,
+        direct=None,
         pixels=None if weights.stem is None else zeros(batch, rows, columns, weights.layers[0].left.shape[0]),
         normed=[zeros(batch, weights.stream_ends[-1] if layer.gain is not None else 0) for layer in weights.layers],
+        features=zeros(batch, weights.stream_ends[-1] if weights.gain is not None else 0),
         streams=[zeros(batch, weights.stream_ends[-1]) for _ in gates],
     )
 
@@ -196,6 +209,8 @@ def start_row(weights: DecoderWeights, cache: DecoderCache, context: Tensor | No
             assert context is not None
             total = total + context @ layer.context
         cache.from_above[i] = total
+    if weights.direct is not None and context is not None:
+        cache.direct_above = context @ weights.direct[1]
 
 
 def end_row(cache: DecoderCache) -> None:
@@ -227,6 +242,10 @@ def start_pixel(weights: DecoderWeights, cache: DecoderCache, previous: Tensor, 
     for i, layer in enumerate(weights.layers):
         gate = cache.from_above[i][:, column] + x @ layer.attention
         cache.gate[i] = torch.addmm(gate, cache.row[i][:, column], layer.left)
+    if weights.direct is not None:
+        cache.direct = x @ weights.direct[0]
+        if cache.direct_above is not None:
+            cache.direct = cache.direct + cache.direct_above[:, column]
 
 
 def channel_logits(weights: DecoderWeights, cache: DecoderCache, column: int, channel: int) -> Tensor:
@@ -251,9 +270,17 @@ def channel_logits(weights: DecoderWeights, cache: DecoderCache, column: int, ch
         cache.hidden[i][:, lo:hi] = torch.tanh(f) * torch.sigmoid(g)
         weight, bias = layer.up[channel]
         change = torch.addmm(bias, cache.hidden[i][:, :hi], weight)
-        cache.streams[i][:, own] = change + cache.streams[i - 1][:, own] if layer.down else change
+        if layer.down:
+            change = change + cache.streams[i - 1][:, own]
+        elif cache.direct is not None:
+            change = change + cache.direct[:, own]
+        cache.streams[i][:, own] = change
     weight, bias = weights.head[channel]
-    return torch.addmm(bias, F.relu(cache.streams[-1][:, :seen]), weight)
+    stream = cache.streams[-1]
+    if weights.gain is None:
+        return torch.addmm(bias, F.relu(stream[:, :seen]), weight)
+    cache.features[:, own] = rms_norm(stream[:, own]) * weights.gain[own]
+    return torch.addmm(bias, cache.features[:, :seen], weight)
 
 
 @torch.no_grad()

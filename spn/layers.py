@@ -148,6 +148,9 @@ class SelfAttention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
 
+MEMORY_PARTS = 8
+
+
 class ParameterAttention(nn.Module):
     """Tensor2Tensor's `parameter_attention`: each position attends to learned key/value rows, in place of an MLP.
 
@@ -164,12 +167,15 @@ class ParameterAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        q = self.query(x).reshape(-1, self.num_heads, self.keys.shape[-1]).transpose(0, 1)  # [heads, positions, d]
+        q = self.query(x).view(-1, self.num_heads, self.keys.shape[-1])  # [positions, heads, d]
         values = self.values
         if self.training and self.dropout > 0:  # whole memory rows, one decision for all positions
             values = values * F.dropout(torch.ones_like(values[..., :1]), self.dropout)
-        y = F.scaled_dot_product_attention(q[None], self.keys[None].to(q.dtype), values[None].to(q.dtype), scale=1.0)
-        return self.out(y[0].transpose(0, 1).reshape(x.shape))
+        # Positions in a few parts: the backward pass works on blocks of rows, too few in one part to fill a GPU.
+        parts = math.gcd(len(q), MEMORY_PARTS) if q.is_cuda else 1
+        keys, values = (rows.to(q.dtype).expand(parts, -1, -1, -1) for rows in (self.keys, values))
+        y = F.scaled_dot_product_attention(q.unflatten(0, (parts, -1)).transpose(1, 2), keys, values, scale=1.0)
+        return self.out(y.transpose(1, 2).reshape(x.shape))
 
 
 class TransformerLayer(nn.Module):

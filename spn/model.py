@@ -6,6 +6,7 @@ B batch, H W image, S scaling factor (S * S slices), h w slice (h = H/S), V valu
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -158,6 +159,7 @@ def attention_stack(
 
 
 META_UNITS = 8  # units of the meta-position embedding (section 3.2)
+HEAD_SCALE = 0.3  # recipe modern: of the slowest cosine in the first logits
 
 
 class SliceEmbedder(nn.Module):
@@ -238,6 +240,9 @@ class Decoder(nn.Module):
             )
             for i in range(own.num_layers)
         )
+        # Recipe modern: what attention found enters the stream past the gates, and the stream is normed for the head.
+        self.direct = nn.Linear(cond_channels, own.residual_channels, bias=False) if modern else None
+        self.norm = GroupNorm(own.residual_channels) if modern else None
         self.head = MaskedLinear(channel_groups(3 * config.num_values), channel_groups(own.residual_channels))
         self.recompute = False
 
@@ -255,7 +260,10 @@ class Decoder(nn.Module):
         x = pixels
         for layer in self.layers:
             x = run_layer(layer, x, cond, recompute=self.recompute)
-        logits = self.head(F.relu(x)).view(batch, height, width, 3, self.num_values)
+            if layer.is_first and self.direct is not None:
+                x = x + self.direct(cond)
+        x = F.relu(x) if self.norm is None else self.norm(x)
+        logits = self.head(x).view(batch, height, width, 3, self.num_values)
         return logits.permute(0, 3, 4, 1, 2)
 
 
@@ -319,7 +327,8 @@ def init_weights(model: SPN) -> None:
     """Glorot uniform everywhere (Tensor2Tensor's uniform_unit_scaling, fan_avg); biases 0; embeddings N(0, 1).
 
     Memory rows of parameter attention as Tensor2Tensor has them: keys of variance heads / width, values of 1.
-    Recipe modern: what residual branches add starts at zero, so that a deep network begins as a shallow one.
+    Recipe modern: what residual branches add starts at zero, so that a deep network begins as a shallow one; tables
+    of intensities and the map to logits start as cosines of the intensity (`cosines`), so that near values are alike.
     Uses torch's default generator: seed it for equal weights.
     """
     for module in model.modules():
@@ -348,6 +357,39 @@ def init_weights(model: SPN) -> None:
     if model.embedder is not None and model.config.embedder.recipe == "modern":
         for block in model.embedder.blocks:
             nn.init.zeros_(block.up.weight)
+        _smooth_tables(model.embedder)
+    if model.config.decoder.recipe == "modern":
+        _smooth_tables(model.decoder)
+        _smooth_head(model.decoder)
+
+
+def cosines(num_values: int, frequencies: Sequence[int]) -> Tensor:
+    """[V, frequencies]: cosines over the V intensities with so many half periods, of unit mean square.
+
+    Frequencies below V are orthogonal (they are the DCT-II's).
+    """
+    phase = torch.pi * (torch.arange(num_values, dtype=torch.float64)[:, None] + 0.5) / num_values
+    return (2**0.5 * torch.cos(phase * torch.tensor(frequencies, dtype=torch.float64))).float()
+
+
+def _smooth_tables(part: nn.Module) -> None:
+    """Units of each intensity table: the slowest cosines, then octaves, as far as the table tells them apart."""
+    for module in part.modules():
+        if isinstance(module, IntensityEmbedding):
+            table = module.table.weight.unflatten(0, (3, -1))  # [3, V, units]
+            chosen = [k for k in (1, 2, 3, 4, 8, 16, 32, 64) if k < table.shape[1]][: table.shape[2]]
+            table[:, :, : len(chosen)] = cosines(table.shape[1], chosen)
+
+
+def _smooth_head(decoder: Decoder) -> None:
+    """Each group's logits as a cosine series, whose terms are the group's own channels, small and falling."""
+    decoder.head.weight.zero_()
+    values, first = decoder.num_values, 0
+    for group, size in enumerate(torch.bincount(channel_groups(decoder.head.in_features), minlength=3).tolist()):
+        frequencies = range(1, min(values, size + 1))
+        rows = cosines(values, frequencies) * HEAD_SCALE / torch.tensor(frequencies)
+        decoder.head.weight[group * values : (group + 1) * values, first : first + len(frequencies)] = rows
+        first += size
 
 
 def parameter_counts(model: SPN) -> dict[str, int]:
@@ -359,6 +401,8 @@ def parameter_counts(model: SPN) -> dict[str, int]:
         parts["decoder_stem"] = model.decoder.stem
     parts["decoder_attention"] = model.decoder.attention
     parts["decoder_pixelcnn"] = model.decoder.layers
+    if model.decoder.direct is not None:
+        parts["decoder_direct"] = model.decoder.direct
     parts["decoder_head"] = model.decoder.head
     counts = {name: sum(p.numel() for p in module.parameters()) for name, module in parts.items()}
     if model.embedder is not None:

@@ -67,24 +67,28 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None, "the loss is not evaluated again"
         for group in self.param_groups:
-            by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
                 if not self.state[p]:
                     self.state[p]["moment"] = torch.zeros_like(p)
-                moment = self.state[p]["moment"]
-                moment.lerp_(p.grad, 1 - group["momentum"])
-                update = p.grad.lerp(moment, group["momentum"])
+            grads, moments = [p.grad for p in params], [self.state[p]["moment"] for p in params]
+            torch._foreach_lerp_(moments, grads, 1 - group["momentum"])
+            by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+            for p, update in zip(params, torch._foreach_lerp(grads, moments, group["momentum"]), strict=True):
                 columns = p.shape[-1] if p.ndim == 3 else p[0].numel()
                 update = update.reshape(self.parts.get(p, 1), -1, columns)
                 by_shape.setdefault(tuple(update.shape), []).append((p, update))
+            if group["weight_decay"]:
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             for (_, rows, columns), members in by_shape.items():
                 updates = orthogonalised(torch.stack([update for _, update in members]))
-                factor = group["lr"] * max(1.0, rows / columns) ** 0.5
-                for (p, _), update in zip(members, updates, strict=True):
-                    p.mul_(1 - group["lr"] * group["weight_decay"])
-                    p.sub_(update.reshape(p.shape).to(p.dtype), alpha=factor)
+                updates *= -group["lr"] * max(1.0, rows / columns) ** 0.5
+                changed = [p for p, _ in members]
+                torch._foreach_add_(
+                    changed, [u.view(p.shape).to(p.dtype) for p, u in zip(changed, updates, strict=True)]
+                )
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
