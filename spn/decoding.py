@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spn.draws import Draws
 from spn.layers import TransformerLayer, channel_groups
 from spn.model import SPN, Decoder
 from spn.modern import STEM_COLUMNS, STEM_ROWS, ModernLayer, rms_norm
 
-Choose = Callable[[Tensor, int, int, int], Tensor]  # (logits [B, V], row, column, channel) -> values [B]
+Observe = Callable[[Tensor, int, int, int], None]  # (logits [B, V], row, column, channel)
 
 
 @dataclass(frozen=True)
@@ -286,13 +287,17 @@ def channel_logits(weights: DecoderWeights, cache: DecoderCache, column: int, ch
 @torch.no_grad()
 def decode_slice(
     weights: DecoderWeights,
-    batch: int,
     context: Tensor | None,
-    choose: Choose,
+    draws: Draws,
     *,
     on_row: Callable[[], None] | None = None,
+    on_logits: Observe | None = None,
 ) -> Tensor:
-    """Decode slices pixel by pixel, each value picked by `choose`; context s [B, h, w, channels] -> [B, 3, h, w]."""
+    """Decode slices pixel by pixel: context s [B, h, w, channels] -> values [B, 3, h, w], chosen by `draws`.
+
+    on_row is called after each row, on_logits with what each value was chosen from.
+    """
+    batch = len(draws.uniform)
     cache = new_cache(weights, batch)
     table, values = weights.decoder.intensity.table, weights.decoder.num_values
     units = table.embedding_dim
@@ -305,7 +310,9 @@ def decode_slice(
             pixel = cache.row[0][:, column + 1]
             for channel in range(3):
                 logits = channel_logits(weights, cache, column, channel)
-                value = choose(logits, row, column, channel)
+                if on_logits is not None:
+                    on_logits(logits, row, column, channel)
+                value = draws.choose(logits, row, column, channel)
                 target[:, channel, row, column] = value
                 pixel[:, channel * units : (channel + 1) * units] = table(value + channel * values)
             previous = pixel
@@ -321,9 +328,9 @@ def incremental_logits(model: SPN, target: Tensor, context: Tensor | None) -> Te
     """Logits [B, 3, V, h, w] of a given slice, the incremental way; equal to model.decoder(target, context)."""
     logits = target.new_zeros((*target.shape[:2], model.config.num_values, *target.shape[2:]), dtype=torch.float64)
 
-    def record(step: Tensor, row: int, column: int, channel: int) -> Tensor:
+    def record(step: Tensor, row: int, column: int, channel: int) -> None:
         logits[:, channel, :, row, column] = step.to(logits.dtype)
-        return target[:, channel, row, column].long()
 
-    decode_slice(prepare(model), len(target), context, record)
+    unused = torch.zeros(target.shape, dtype=torch.float64, device=target.device)
+    decode_slice(prepare(model), context, Draws(unused, known=target.long()), on_logits=record)
     return logits

@@ -17,15 +17,9 @@ from torch import Tensor
 
 from spn.bitdepth import join_depth
 from spn.decoding import decode_slice, prepare
+from spn.draws import Draws
 from spn.model import SPN
 from spn.ordering import image_to_slices, slices_to_image
-
-
-def pick(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
-    """Values [B] drawn from softmax(logits / temperature) [B, V] by inverting its distribution at uniform [B]."""
-    probabilities = torch.softmax(logits.double() / temperature, dim=-1)
-    values = (probabilities.cumsum(-1) <= uniform[:, None]).sum(-1)
-    return values.clamp(max=logits.shape[-1] - 1)
 
 
 def uniforms(seed: int, *, stage: str, images: Sequence[int], image_size: int) -> Tensor:
@@ -59,8 +53,6 @@ def sample_stage(
     called after each row of pixels of each slice.
     """
     assert not model.training, "dropout would draw from another network than the one at hand"
-    if temperature <= 0:
-        raise ValueError(f"temperature is {temperature}; it must be above 0")
     config, weights, batch = model.config, prepare(model), len(uniform)
     numbers = image_to_slices(uniform, config.scaling_factor)
     size = config.slice_size
@@ -73,11 +65,8 @@ def sample_stage(
     for number in todo:
         index = torch.full((batch,), number, device=uniform.device)
         context = model.context(slices_to_image(slices, config.scaling_factor), index, given)
-
-        def choose(logits: Tensor, row: int, column: int, channel: int, own: Tensor = numbers[:, number]) -> Tensor:
-            return pick(logits, own[:, channel, row, column], temperature)
-
-        slices[:, number] = decode_slice(weights, batch, context, choose, on_row=on_row)
+        draws = Draws(numbers[:, number], temperature=temperature)
+        slices[:, number] = decode_slice(weights, context, draws, on_row=on_row)
     if config.stage == "first_slice":
         return slices[:, 0]
     return slices_to_image(slices, config.scaling_factor)
@@ -134,13 +123,13 @@ def sample_chain(
 
 
 @torch.no_grad()
-def sample_slice_slowly(model: SPN, context: Tensor | None, uniform: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Reference: one whole forward for each value; uniform [B, 3, h, w] -> [B, 3, h, w]."""
-    batch, _, height, width = uniform.shape
-    target = torch.zeros((batch, 3, height, width), dtype=torch.long, device=uniform.device)
+def sample_slice_slowly(model: SPN, context: Tensor | None, draws: Draws) -> Tensor:
+    """Reference: one whole forward for each value of a slice -> [B, 3, h, w]."""
+    batch, _, height, width = draws.uniform.shape
+    target = torch.zeros((batch, 3, height, width), dtype=torch.long, device=draws.uniform.device)
     for row in range(height):
         for column in range(width):
             for channel in range(3):
                 logits = model.decoder(target, context)[:, channel, :, row, column]
-                target[:, channel, row, column] = pick(logits, uniform[:, channel, row, column], temperature)
+                target[:, channel, row, column] = draws.choose(logits, row, column, channel)
     return target

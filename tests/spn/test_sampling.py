@@ -14,17 +14,11 @@ import torch
 from torch import Tensor
 
 from spn.bitdepth import reduce_depth, split_depth
+from spn.draws import Draws
 from spn.evaluation import chain_nats, image_nats
 from spn.model import SPN
 from spn.ordering import image_to_slices, slices_to_image
-from spn.sampling import (
-    pick,
-    rows_to_sample,
-    sample_chain,
-    sample_slice_slowly,
-    sample_stage,
-    uniforms,
-)
+from spn.sampling import rows_to_sample, sample_chain, sample_slice_slowly, sample_stage, uniforms
 
 # (stage, scaling factor, slice size, bits given, bits generated)
 STAGES = [
@@ -71,7 +65,7 @@ def sample_stage_slowly(
             continue
         index = torch.full((len(uniform),), number)
         context = model.context(slices_to_image(slices, config.scaling_factor), index, given)
-        slices[:, number] = sample_slice_slowly(model, context, numbers[:, number], temperature=temperature)
+        slices[:, number] = sample_slice_slowly(model, context, Draws(numbers[:, number], temperature=temperature))
     return slices[:, 0] if config.stage == "first_slice" else slices_to_image(slices, config.scaling_factor)
 
 
@@ -97,27 +91,6 @@ def test_same_samples_as_the_slow_sampler_after_a_given_first_slice(tiny_spn, ra
 
 
 # ---- temperature ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("temperature", [0.5, 0.95, 1.0, 2.0])
-@pytest.mark.parametrize("num_values", [2, 8, 256])
-def test_pick_draws_from_softmax_of_logits_over_temperature(temperature, num_values):
-    """With uniforms spread evenly, each value is drawn as often as its probability says, to within one draw."""
-    logits = torch.randn(num_values, generator=torch.Generator().manual_seed(num_values), dtype=torch.float64) * 2
-    num = 100_003
-    uniform = (torch.arange(num, dtype=torch.float64) + 0.5) / num
-    counts = pick(logits.expand(num, -1), uniform, temperature).bincount(minlength=num_values)
-    weights = torch.exp(logits / temperature)
-    assert (counts - num * weights / weights.sum()).abs().max() <= 1
-
-
-def test_pick_at_the_ends_of_the_unit_interval():
-    """0 takes the first value of any probability, the largest number below 1 the last; impossible values never."""
-    logits = torch.tensor([[-1e9, 0.0, 0.0, -1e9]]).expand(2, -1)
-    uniform = torch.tensor([0.0, 0.75], dtype=torch.float64)
-    assert pick(logits, uniform, 1.0).tolist() == [1, 2]
-    below_one = torch.tensor([1 - 2**-53], dtype=torch.float64)
-    assert pick(torch.zeros(1, 8), below_one, 1.0).tolist() == [7]
 
 
 @torch.no_grad()

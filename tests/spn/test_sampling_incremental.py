@@ -13,9 +13,10 @@ from torch import Tensor
 
 from spn import decoding
 from spn.decoding import decode_slice, incremental_logits, prepare
+from spn.draws import Draws
 from spn.evaluation import image_nats
 from spn.model import SPN
-from spn.sampling import pick, sample_stage, uniforms
+from spn.sampling import sample_stage, uniforms
 
 # (stage, scaling factor, slice size, bits given, bits generated)
 STAGES = [
@@ -234,17 +235,17 @@ def test_a_decode_inside_another_changes_nothing(tiny_spn):
     """Another image sampled in the middle of a slice: same values as without."""
     model = build(tiny_spn, STAGES[0], seed=6)
     weights = prepare(model)
-    draws = uniforms(0, stage="baseline", images=[0, 1], image_size=4)
+    draws = Draws(uniforms(0, stage="baseline", images=[0, 1], image_size=4))
+    other = Draws(uniforms(1, stage="baseline", images=range(5), image_size=4))
+    interrupted = []
 
-    def choose(logits: Tensor, row: int, column: int, channel: int) -> Tensor:
-        return pick(logits, draws[:, channel, row, column], 1.0)
-
-    def interrupted(logits: Tensor, row: int, column: int, channel: int) -> Tensor:
+    def interrupt(logits: Tensor, row: int, column: int, channel: int) -> None:
         if (row, column, channel) in ((0, 1, 1), (2, 3, 2)):
-            decode_slice(weights, 5, None, lambda step, *_: step.argmin(1))
-        return choose(logits, row, column, channel)
+            interrupted.append(decode_slice(weights, None, other))
 
-    assert torch.equal(decode_slice(weights, 2, None, choose), decode_slice(weights, 2, None, interrupted))
+    alone = decode_slice(weights, None, draws)
+    assert torch.equal(alone, decode_slice(weights, None, draws, on_logits=interrupt))
+    assert len(interrupted) == 2
 
 
 def test_a_network_in_training_mode_is_refused(tiny_spn):
