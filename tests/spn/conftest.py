@@ -8,7 +8,7 @@ seed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -138,6 +138,59 @@ def break_mask() -> Callable[[str, SPN], SPN]:
         return model
 
     return apply
+
+
+class StageCase(NamedTuple):
+    """A stage at a tiny size, for tests of sampling."""
+
+    stage: str
+    scaling_factor: int
+    slice_size: int
+    num_given_bits: int
+    num_bits: int
+
+
+STAGE_CASES = {
+    "baseline": StageCase("baseline", 1, 4, 0, 3),
+    "first_slice_2": StageCase("first_slice", 2, 3, 0, 2),
+    "first_slice_4": StageCase("first_slice", 4, 3, 0, 1),
+    "size_upscale_2": StageCase("size_upscale", 2, 4, 0, 3),
+    "size_upscale_4": StageCase("size_upscale", 4, 2, 0, 1),
+    "depth_upscale_1": StageCase("depth_upscale", 1, 4, 2, 1),
+    "depth_upscale_2": StageCase("depth_upscale", 2, 3, 3, 5),
+    "depth_upscale_4": StageCase("depth_upscale", 4, 2, 1, 2),
+}
+
+
+@pytest.fixture(params=STAGE_CASES)
+def case(request: pytest.FixtureRequest) -> str:
+    """The name of every stage case in turn."""
+    return request.param
+
+
+@pytest.fixture(params=[name for name, case in STAGE_CASES.items() if case.scaling_factor < 4])
+def small_case(request: pytest.FixtureRequest) -> str:
+    """The same without the cases of 16 slices."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def stage_network(tiny_spn: Callable[..., SPN]) -> Callable[..., SPN]:
+    """stage_network(name of a case, seed=..., decoder={...}) -> its re-randomised network in float64."""
+
+    def build(name: str, *, seed: int, **changes: Any) -> SPN:
+        case = STAGE_CASES[name]
+        return tiny_spn(
+            case.stage,
+            seed=seed,
+            image_size=case.slice_size * case.scaling_factor,
+            scaling_factor=case.scaling_factor,
+            num_bits=case.num_bits,
+            num_given_bits=case.num_given_bits,
+            **changes,
+        )
+
+    return build
 
 
 @pytest.fixture(scope="session")

@@ -20,32 +20,7 @@ from spn.model import SPN
 from spn.ordering import image_to_slices, slices_to_image
 from spn.sampling import rows_to_sample, sample_chain, sample_slice_slowly, sample_stage, uniforms
 
-# (stage, scaling factor, slice size, bits given, bits generated)
-STAGES = [
-    ("baseline", 1, 4, 0, 3),
-    ("first_slice", 2, 3, 0, 2),
-    ("first_slice", 4, 3, 0, 1),
-    ("size_upscale", 2, 4, 0, 3),
-    ("size_upscale", 4, 2, 0, 1),
-    ("depth_upscale", 1, 4, 2, 1),
-    ("depth_upscale", 2, 3, 3, 5),
-    ("depth_upscale", 4, 2, 1, 2),
-]
-
 UNEVEN = dict(num_layers=3, conv_channels=7, residual_channels=11, num_attn_layers=1, num_attn_heads=3)
-
-
-def build(tiny_spn, case: tuple, *, seed: int, **changes) -> SPN:
-    stage, scaling_factor, slice_size, given_bits, num_bits = case
-    return tiny_spn(
-        stage,
-        seed=seed,
-        image_size=slice_size * scaling_factor,
-        scaling_factor=scaling_factor,
-        num_bits=num_bits,
-        num_given_bits=given_bits,
-        **changes,
-    )
 
 
 # ---- the fast sampler is the slow one ------------------------------------------------------------------------------
@@ -69,20 +44,19 @@ def sample_stage_slowly(
     return slices[:, 0] if config.stage == "first_slice" else slices_to_image(slices, config.scaling_factor)
 
 
-@pytest.mark.parametrize("case", [c for c in STAGES if c[1] < 4], ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_same_samples_as_the_slow_sampler_in_float32(case, temperature, tiny_spn, random_values):
-    model = build(tiny_spn, case, seed=8, decoder=UNEVEN).float()
-    size = model.config.image_size
-    uniform = uniforms(11, stage=case[0], images=range(6), image_size=size)
-    given = random_values(1, case[3], 6, 3, size, size) if case[3] else None
+def test_same_samples_as_the_slow_sampler_in_float32(small_case, temperature, stage_network, random_values):
+    model = stage_network(small_case, seed=8, decoder=UNEVEN).float()
+    config, size = model.config, model.config.image_size
+    uniform = uniforms(11, stage=config.stage, images=range(6), image_size=size)
+    given = random_values(1, config.num_given_bits, 6, 3, size, size) if config.num_given_bits else None
     fast = sample_stage(model, uniform, given=given, temperature=temperature)
     assert torch.equal(fast, sample_stage_slowly(model, uniform, given=given, temperature=temperature))
-    assert len(fast.unique()) > 2 ** case[4] // 2  # not a constant
+    assert len(fast.unique()) > config.num_values // 2  # not a constant
 
 
-def test_same_samples_as_the_slow_sampler_after_a_given_first_slice(tiny_spn, random_values):
-    model = build(tiny_spn, STAGES[3], seed=9).float()
+def test_same_samples_as_the_slow_sampler_after_a_given_first_slice(stage_network, random_values):
+    model = stage_network("size_upscale_2", seed=9).float()
     uniform = uniforms(1, stage="size_upscale", images=range(4), image_size=8)
     first = random_values(2, 3, 4, 3, 4, 4)
     assert torch.equal(
@@ -94,10 +68,10 @@ def test_same_samples_as_the_slow_sampler_after_a_given_first_slice(tiny_spn, ra
 
 
 @torch.no_grad()
-def test_a_very_low_temperature_takes_the_most_likely_value(tiny_spn):
+def test_a_very_low_temperature_takes_the_most_likely_value(stage_network):
     """Greedy: every value is the argmax of its logits, given the values before it."""
-    for case in (STAGES[0], STAGES[3]):
-        model = build(tiny_spn, case, seed=12)
+    for case in ("baseline", "size_upscale_2"):
+        model = stage_network(case, seed=12)
         size = model.config.image_size
         image = sample_stage(model, torch.rand((3, 3, size, size), dtype=torch.float64), temperature=1e-6)
         for number in range(model.config.num_slices):
@@ -105,8 +79,8 @@ def test_a_very_low_temperature_takes_the_most_likely_value(tiny_spn):
             assert torch.equal(model(image, index).argmax(2), model.target(image, index))
 
 
-def test_a_lower_temperature_gives_likelier_images(tiny_spn):
-    model = build(tiny_spn, STAGES[1], seed=13)
+def test_a_lower_temperature_gives_likelier_images(stage_network):
+    model = stage_network("first_slice_2", seed=13)
     uniform = torch.rand((200, 3, 6, 6), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def nats(temperature: float) -> float:
@@ -120,8 +94,8 @@ def test_a_lower_temperature_gives_likelier_images(tiny_spn):
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0])
-def test_temperature_must_be_above_zero(temperature, tiny_spn):
-    model = build(tiny_spn, STAGES[0], seed=1)
+def test_temperature_must_be_above_zero(temperature, stage_network):
+    model = stage_network("baseline", seed=1)
     with pytest.raises(ValueError, match=f"temperature is {temperature}"):
         sample_stage(model, torch.zeros((1, 3, 4, 4), dtype=torch.float64), temperature=temperature)
 
@@ -235,12 +209,12 @@ def test_chain_keeps_what_it_is_given(bits, chain):
         assert len(low.unique()) > 1
 
 
-def test_chain_without_first_slice_and_plain_baseline(chain, tiny_spn):
+def test_chain_without_first_slice_and_plain_baseline(chain, stage_network):
     models = chain(3, first_slice=False)
     drawn = sample_chain(models, seed=1, images=range(8))["size_upscale"]
     assert drawn.shape == (8, 3, 4, 4) and len(drawn.unique()) == 8
     assert len(image_to_slices(drawn, 2)[:, 0].unique()) > 1  # slice (0, 0) is drawn, not left at zero
-    baseline = {"baseline": build(tiny_spn, STAGES[0], seed=1)}
+    baseline = {"baseline": stage_network("baseline", seed=1)}
     assert sample_chain(baseline, seed=1, images=range(2))["baseline"].shape == (2, 3, 4, 4)
 
 
@@ -302,7 +276,7 @@ def assert_frequencies(counts: Tensor, probabilities: Tensor) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_frequencies_of_one_pixel(temperature, tiny_spn):
     """1 x 1 image of 2 bits: 64 outcomes against the product of tempered conditionals, written out here."""
-    model = build(tiny_spn, ("baseline", 1, 1, 0, 2), seed=21)
+    model = tiny_spn("baseline", seed=21, image_size=1, scaling_factor=1, num_bits=2)
     every = all_images(2, 1)
     with torch.no_grad():
         logits = model(every, torch.zeros(len(every), dtype=torch.long))[..., 0, 0]  # [64, 3, V]
