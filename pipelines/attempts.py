@@ -86,6 +86,11 @@ class Attempt:
         return attempt_folder(self.node, self.fingerprint, self.attempt)
 
     @property
+    def starts(self) -> list[str]:
+        """ISO times at which it was started, the first one and after each interruption."""
+        return list(self.started.get("starts", []))
+
+    @property
     def ingredients(self) -> Mapping[str, Any]:
         return self.success.ingredients if self.success else self.started.get("ingredients", {})
 
@@ -101,6 +106,11 @@ def new_attempt_id(existing: list[str] | tuple[str, ...] = (), *, now: datetime 
     if newest and newest >= moment.strftime(_TIME):
         moment = datetime.strptime(newest, _TIME).replace(tzinfo=UTC) + timedelta(seconds=1)
     return f"{moment.strftime(_TIME)}-{secrets.token_hex(3)}"
+
+
+def time_of(attempt: str) -> datetime:
+    """When an attempt was made, from its id."""
+    return datetime.strptime(attempt[: len("20000101T000000")], _TIME).replace(tzinfo=UTC)
 
 
 def history(store: Store, node: str) -> list[Attempt]:
@@ -146,6 +156,18 @@ def measure(store: Store, folder: str, named: Mapping[str, str], known: Mapping[
                 continue  # the engine's own, and still growing
             outputs[inside] = {"bytes": file.bytes, "sha256": known.get(inside) or store.sha256(file.path)}
     return dict(sorted(outputs.items()))
+
+
+def age(moment: str, *, now: datetime | None = None) -> str:
+    """ "2 h ago" for an ISO time."""
+    try:
+        seconds = ((now or datetime.now(tz=UTC)) - datetime.fromisoformat(moment)).total_seconds()
+    except (ValueError, TypeError):
+        return "at an unknown time"
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit} ago"
+    return "less than a minute ago"
 
 
 def utc_now() -> str:

@@ -1,6 +1,7 @@
 """The command line that all entry points share.
 
-    --config NAME|FILE  --dry-run  --only NODE,...  --rerun NODE,...  --keep NODE,...  key.sub=value ...
+    --config NAME|FILE  --dry-run  --rerun NODE,...  --keep NODE,...  key.sub=value ...
+    full_multidim.py alone: --only NODE,...  --from NODE,...  --status  --gc [--yes]
     prepare_data.py alone: --list-sources  --verify [URI]
 
 Arguments, config and node names are checked before anything heavy is imported, so that a mistake is answered at once.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -18,9 +20,10 @@ from typing import NoReturn
 
 from pipelines.config import ExperimentConfig, load, nearest, preset_names, stage_names
 from pipelines.errors import UserError
-from pipelines.start import start
+from pipelines.start import collect_garbage, show_status, start
 
 UNUSABLE, INTERRUPTED = 2, 130
+CHOICES = {"--only": "only", "--rerun": "rerun", "--keep": "keep", "--from": "start_from"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,10 +75,15 @@ def _main(argv: Sequence[str] | None, *, prog: str, only: tuple[str, ...], choos
     add_config_arguments(parser)
     if choose_stage:
         parser.add_argument("--stage", required=True, help="one of the config's stages, e.g. size_upscale")
+    choose = {"--rerun": "run again although up to date", "--keep": "keep the output, whatever changed"}
     if not single:
-        parser.add_argument("--only", action="append", default=[], metavar="NODE,...", help="run no other nodes")
-    for option, text in (("--rerun", "run again although up to date"), ("--keep", "keep the output, whatever changed")):
-        parser.add_argument(option, action="append", default=[], metavar="NODE,...", help=text)
+        choose |= {"--only": "run no other nodes", "--from": "run again, and all that hangs on it"}
+        parser.add_argument("--status", action="store_true", help="print what there is of every node, run nothing")
+        parser.add_argument("--gc", action="store_true", help="list attempts that nothing needs any more, run nothing")
+        parser.add_argument("--yes", action="store_true", help="with --gc: delete them")
+    for option, text in choose.items():
+        key = CHOICES[option]
+        parser.add_argument(option, dest=key, action="append", default=[], metavar="NODE,...", help=text)
     if only == ("prepare_data",):
         parser.add_argument("--list-sources", action="store_true", help="print what raw images can be read, and stop")
         text = "re-read a finished data set, the config's or that at URI, and check every file, count and pixel"
@@ -87,13 +95,35 @@ def _main(argv: Sequence[str] | None, *, prog: str, only: tuple[str, ...], choos
         return 0
     if getattr(arguments, "verify", None) is not None:
         return _verify(arguments)
+    chosen = {
+        key: _names(option, getattr(arguments, key)) for option, key in CHOICES.items() if hasattr(arguments, key)
+    }
+    if not single:
+        look = _looks(arguments, chosen)
+        if look is not None:
+            return look(load(arguments.config, arguments.overrides))
     config = load(arguments.config, arguments.overrides)
     if choose_stage:
         only = (f"train_{_known_stage(config, arguments.stage)}",)
-    elif not single:
-        only = _names("--only", arguments.only)
-    rerun, keep = _names("--rerun", arguments.rerun), _names("--keep", arguments.keep)
-    return start(config, only=only, rerun=rerun, keep=keep, dry_run=arguments.dry_run)
+    return start(config, **{"only": only, **chosen}, dry_run=arguments.dry_run)
+
+
+def _looks(
+    arguments: argparse.Namespace, chosen: dict[str, tuple[str, ...]]
+) -> Callable[[ExperimentConfig], int] | None:
+    """What --status or --gc does with the config, None without them. Raises UserError for options that exclude them."""
+    given = {"--status": arguments.status, "--gc": arguments.gc, "--dry-run": arguments.dry_run}
+    asked = [option for option, is_given in given.items() if is_given]
+    if arguments.yes and not arguments.gc:
+        raise UserError("--yes belongs to --gc, which deletes what nothing needs any more")
+    if len(asked) > 1:
+        raise UserError(f"{asked[0]} and {asked[1]} exclude each other")
+    if not asked or asked == ["--dry-run"]:
+        return None
+    for option, key in CHOICES.items():
+        if chosen[key]:
+            raise UserError(f"{option} {chosen[key][0]}: {asked[0]} looks at all nodes; leave it out")
+    return functools.partial(collect_garbage, delete=arguments.yes) if arguments.gc else show_status
 
 
 def _sources_text() -> str:

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class ClusterInfo:
 
     mode: str  # embedded | job | cluster
     resources: Mapping[str, float]  # now, e.g. {"CPU": 2.0}
-    largest: Mapping[str, float] = field(default_factory=dict)  # most of each on one machine, for one task
+    machines: tuple[Mapping[str, float], ...] = ()  # what each of them has; (): not looked at
     limit: Mapping[str, float] | None = None  # with all machines that autoscaling may add; None: unknown
     autoscales: bool = False
 
@@ -59,8 +59,11 @@ class ClusterInfo:
             return float("inf")
         return max(self.limit.get(resource, 0.0), self.resources.get(resource, 0.0))
 
-    def check_fits(self, name: str, cost: Mapping[str, float]) -> None:
-        """Raises UserError if the cluster can never give a node what it takes."""
+    def check_fits(self, name: str, cost: Mapping[str, float], *, num_workers: int = 0, each: Any = None) -> None:
+        """Raises UserError if the cluster can never give a node what it takes.
+
+        cost: in all. num_workers, each: processes of which every one must find its place on a single machine.
+        """
         for resource, amount in cost.items():
             if amount > self.budget(resource) + 1e-9:
                 has = f"{self.resources.get(resource, 0):g} {resource}"
@@ -69,6 +72,21 @@ class ClusterInfo:
                 raise UserError(
                     f"{name} needs {amount:g} {resource}, the cluster has {has}; ask for fewer or smaller workers"
                 )
+        places = self._places({key: amount for key, amount in (each or {}).items() if amount > 0})
+        if places is not None and places < num_workers:
+            one = " and ".join(f"{amount:g} {key}" for key, amount in each.items() if amount > 0)
+            raise UserError(
+                f"{name} needs {num_workers} x {one}, each on one machine; there is room for {places}; "
+                "ask for fewer or smaller workers"
+            )
+
+    def _places(self, each: Mapping[str, float]) -> int | None:
+        """How many processes of this size the machines hold, None if that is not known or not limited."""
+        if self.autoscales or not self.machines or not each:
+            return None
+        return sum(
+            int(min(machine.get(key, 0.0) / amount + 1e-9 for key, amount in each.items())) for machine in self.machines
+        )
 
 
 def in_ray_job() -> bool:
@@ -164,12 +182,9 @@ def _join(python_path: tuple[Path, ...]) -> None:
 def _describe(mode: str) -> ClusterInfo:
     import ray
 
-    largest: dict[str, float] = {}
-    for machine in ray.nodes():
-        for name, amount in machine["Resources"].items() if machine["Alive"] else ():
-            largest[name] = max(largest.get(name, 0.0), amount)
+    machines = tuple(machine["Resources"] for machine in ray.nodes() if machine["Alive"])
     scales, limit = (False, None) if mode == "embedded" else _autoscaling()
-    return ClusterInfo(mode, dict(ray.cluster_resources()), largest, limit, scales)
+    return ClusterInfo(mode, dict(ray.cluster_resources()), machines, limit, scales)
 
 
 def _autoscaling() -> tuple[bool, dict[str, float] | None]:

@@ -23,16 +23,20 @@ from pipelines.cluster import in_ray_job
 from pipelines.errors import UserError
 from pipelines.experiment import (
     ExperimentConfig,
+    NodeResources,
     StageConfig,
     batch_plan,
     broken_rules,
     concrete_stages,
     nearest,
+    node_names,
+    node_resources,
     stage_kind,
     stage_model_config,
     stage_names,
     stage_temperature,
     stage_train_config,
+    train_node,
     validate,
 )
 
@@ -42,6 +46,8 @@ __all__ = [
     "batch_plan",
     "load",
     "nearest",
+    "node_names",
+    "node_resources",
     "preset_names",
     "resolve_storage",
     "stage_kind",
@@ -50,9 +56,11 @@ __all__ = [
     "stage_temperature",
     "stage_train_config",
     "to_yaml",
+    "train_node",
     "validate",
 ]
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
+TYPED_ENTRIES = {"per_stage": StageConfig, "resources.per_node": NodeResources}  # sections by stage or node
 PRESETS = Path(__file__).resolve().parent / "configs"
 
 
@@ -84,17 +92,18 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> ExperimentConfig:
         return related[-1] if related else in_file
 
     loaded = _instantiate(config, blame)
-    gone = {
-        stage for stage in _known_stages(from_file) - _known_stages(config) if blame(f"per_stage.{stage}") == in_file
-    }
-    loaded = _without_stages(loaded, gone)
-    per_stage = {}
-    for stage, changes in loaded.per_stage.items():
-        base = OmegaConf.structured(StageConfig(model=loaded.model, train=loaded.train))
-        typed = OmegaConf.merge(base, changes)
-        _instantiate(typed, blame, prefix=f"per_stage.{stage}.")
-        per_stage[stage] = _masked(OmegaConf.to_container(typed, resolve=True), changes)
-    loaded = dataclasses.replace(loaded, per_stage=per_stage)
+    left_out = _known_stages(from_file) - _known_stages(config)
+    loaded = _without_stages(
+        loaded,
+        stages={stage for stage in left_out if blame(f"per_stage.{stage}") == in_file},
+        nodes={node for node in map(train_node, left_out) if blame(f"resources.per_node.{node}") == in_file},
+    )
+    stage_base = StageConfig(model=loaded.model, train=loaded.train)
+    node_base = NodeResources(**{f.name: getattr(loaded.resources, f.name) for f in dataclasses.fields(NodeResources)})
+    per_stage = _typed_entries("per_stage", loaded.per_stage, stage_base, blame)
+    per_node = _typed_entries("resources.per_node", loaded.resources.per_node, node_base, blame)
+    resources = dataclasses.replace(loaded.resources, per_node=per_node)
+    loaded = dataclasses.replace(loaded, per_stage=per_stage, resources=resources)
     for keys, message in broken_rules(loaded):
         raise UserError(f"{message} ({blame(*keys)})")
     try:
@@ -170,11 +179,10 @@ def _parse(override: str) -> tuple[str, DictConfig]:
 def _merge(base: DictConfig, layer: DictConfig, *, where: str, prefix: str = "") -> DictConfig:
     """Merge into the typed config, so that an unknown key or a wrong type is an error of this layer."""
     _check_keys(base, layer, where, prefix)
-    if not prefix:
-        per_stage = layer._get_node("per_stage")
-        for stage in per_stage if isinstance(per_stage, DictConfig) else ():  # a plain dict: its entries are typed here
-            node = per_stage._get_node(stage)
-            _merge(OmegaConf.structured(StageConfig), node, where=where, prefix=f"per_stage.{stage}")
+    for section, kind in {} if prefix else TYPED_ENTRIES.items():
+        entries = OmegaConf.select(layer, section)
+        for name in entries if isinstance(entries, DictConfig) else ():  # a plain dict: its entries are typed here
+            _merge(OmegaConf.structured(kind), entries._get_node(name), where=where, prefix=f"{section}.{name}")
     try:
         return OmegaConf.merge(base, layer)
     except OmegaConfBaseException as error:
@@ -193,7 +201,8 @@ def _check_keys(base: DictConfig, layer: Any, where: str, prefix: str = "") -> N
         if isinstance(inner, ListConfig) and not isinstance(given, ListConfig):
             raise UserError(f"{path} must be a list, e.g. {path}=[...] ({where})")
         if isinstance(inner, DictConfig) and not isinstance(given, DictConfig) and not _is_section(inner):
-            raise UserError(f"{path} must be a mapping; set {path}.STAGE ({where})")
+            entry = "NODE" if key == "per_node" else "STAGE"
+            raise UserError(f"{path} must be a mapping; set {path}.{entry} ({where})")
         if isinstance(given, ListConfig) and any(OmegaConf.is_config(item) for item in given):
             raise UserError(f"{path} must be a flat list ({where})")  # OmegaConf lets [3, [4]] pass as a list of int
         if _is_section(inner):
@@ -245,14 +254,25 @@ def _known_stages(config: DictConfig) -> set[str]:
     return {*config.stages, *concrete_stages(config.stages, config.bits)}
 
 
-def _without_stages(config: ExperimentConfig, gone: set[str]) -> ExperimentConfig:
-    """A preset's settings for stages that the command line left out fall away with them."""
+def _without_stages(config: ExperimentConfig, *, stages: set[str], nodes: set[str]) -> ExperimentConfig:
+    """A preset's settings for stages that the command line left out, and for their nodes, fall away with them."""
 
-    def kept(mapping: dict[str, Any]) -> dict[str, Any]:
-        return {stage: value for stage, value in mapping.items() if stage not in gone}
+    def kept(mapping: dict[str, Any], gone: set[str]) -> dict[str, Any]:
+        return {name: value for name, value in mapping.items() if name not in gone}
 
-    sample = dataclasses.replace(config.sample, temperature=kept(config.sample.temperature))
-    return dataclasses.replace(config, per_stage=kept(config.per_stage), sample=sample)
+    sample = dataclasses.replace(config.sample, temperature=kept(config.sample.temperature, stages))
+    resources = dataclasses.replace(config.resources, per_node=kept(config.resources.per_node, nodes))
+    return dataclasses.replace(config, per_stage=kept(config.per_stage, stages), sample=sample, resources=resources)
+
+
+def _typed_entries(section: str, entries: dict[str, Any], base: Any, blame: Callable[..., str]) -> dict[str, Any]:
+    """The entries of a section by stage or node, checked over what they change: {name: its changes, typed}."""
+    result = {}
+    for name, changes in entries.items():
+        typed = OmegaConf.merge(OmegaConf.structured(base), changes)
+        _instantiate(typed, blame, prefix=f"{section}.{name}.")
+        result[name] = _masked(OmegaConf.to_container(typed, resolve=True), changes)
+    return result
 
 
 def _masked(typed: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

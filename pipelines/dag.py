@@ -11,7 +11,7 @@ Node functions import from node.py, not from here: what they import enters their
 
 from pipelines.node import Node, NodeContext, NodeOutput, NodeResult
 from pipelines.plan import Decision, Plan, ordered, plan
-from pipelines.runner import NodeReport, RunReport, Stopped, run
+from pipelines.runner import NodeReport, RunReport, Stopped, check_fits, run
 
 __all__ = [
     "Decision",
@@ -23,6 +23,7 @@ __all__ = [
     "Plan",
     "RunReport",
     "Stopped",
+    "check_fits",
     "ordered",
     "plan",
     "run",

@@ -17,7 +17,16 @@ if __name__ == "__main__":  # as a script: the project instead of this folder, w
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from pipelines import cli
-from pipelines.config import ExperimentConfig, batch_plan, load, stage_model_config, stage_names, stage_train_config
+from pipelines.config import (
+    ExperimentConfig,
+    batch_plan,
+    load,
+    node_resources,
+    stage_model_config,
+    stage_names,
+    stage_train_config,
+    train_node,
+)
 
 # Parameters that the paper states: table 4 by data set, appendix C for the first slice of ImageNet 128.
 PAPER_PARAMETERS = {
@@ -79,7 +88,7 @@ def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
         sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         if tuple(tensor.shape[-3:]) in score_shapes:  # the kernels of CPU and GPU recompute attention weights
             no_activations.add(tensor.untyped_storage()._cdata)
-    plan = batch_plan(train, config.resources.num_workers)
+    plan = batch_plan(train, node_resources(config, train_node(stage)).num_workers)
     counts = parameter_counts(model)
     # float32 weights, gradients, Polyak average and the optimiser's two moments
     state_bytes = counts["total"] * 4 * (1 + 1 + 1 + 2)

@@ -66,23 +66,38 @@ class SampleConfig:
 
 
 @dataclass(frozen=True)
-class ResourcesConfig:
-    """What the work may take. Never part of a fingerprint: the same results come from other machines."""
+class NodeResources:
+    """What a node may take, and how often it is started again. Never part of a fingerprint: the same results come from
+    other machines. `resources` sets it for all nodes, `resources.per_node` for single ones."""
 
     num_workers: int = 1  # Ray Train workers of a train node; they share each batch
-    cpus_per_worker: float = 1.0
+    cpus_per_worker: float = 1.0  # in per_node of another node: CPUs of that node (prepare_data: of each shard)
     use_gpu: bool = False
     gpus_per_worker: float = 1.0  # only with use_gpu
-    num_cpus: int | None = None  # logical CPUs of the embedded Ray; None: the machine's
-    max_failures: int = 3  # restarts of a train node's workers before the node fails
     num_to_keep: int = 2  # checkpoints kept beside the best
+    max_failures: int = 3  # times a node starts again after a fault of the infrastructure; its own errors end it
+    retry_wait_sec: float = 5.0  # before the first of these; doubles from time to time
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "num_workers", "num_cpus", "num_to_keep")
+        _at_least(self, 1, "num_workers", "num_to_keep")
         _at_least(self, 0, "max_failures")
         for name in ("cpus_per_worker", "gpus_per_worker"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if not 0 <= self.retry_wait_sec < math.inf:
+            raise ValueError(f"retry_wait_sec is {self.retry_wait_sec}; it must be at least 0")
+
+
+@dataclass(frozen=True)
+class ResourcesConfig(NodeResources):
+    """Of all nodes, and of the machine."""
+
+    num_cpus: int | None = None  # logical CPUs of the embedded Ray; None: the machine's
+    per_node: dict[str, Any] = field(default_factory=dict)  # {node: what is different there}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least(self, 1, "num_cpus")
 
 
 @dataclass(frozen=True)
@@ -159,6 +174,31 @@ def stage_train_config(config: ExperimentConfig, stage: str) -> TrainConfig:
     return _stage_config(config, stage).train
 
 
+def node_names(config: ExperimentConfig) -> list[str]:
+    """Names of the DAG's nodes in running order."""
+    return ["prepare_data", *(train_node(stage) for stage in stage_names(config)), "evaluate", "sample", "report"]
+
+
+def train_node(stage: str) -> str:
+    return f"train_{stage}"
+
+
+def node_resources(config: ExperimentConfig, node: str) -> NodeResources:
+    """What one node may take. Only train nodes have workers; the CPUs of others are set by `per_node` alone."""
+    common = {f.name: getattr(config.resources, f.name) for f in dataclasses.fields(NodeResources)}
+    if not node.startswith(train_node("")):
+        common |= {"num_workers": 1, "cpus_per_worker": 1.0}
+    return NodeResources(**common | config.resources.per_node.get(node, {}))
+
+
+def settable_resources(node: str) -> tuple[str, ...]:
+    """Keys that `resources.per_node.<node>` may have: those that make a difference there."""
+    every_node = ("cpus_per_worker", "max_failures", "retry_wait_sec")
+    if node.startswith(train_node("")):
+        return tuple(f.name for f in dataclasses.fields(NodeResources))
+    return (*every_node, "use_gpu", "gpus_per_worker") if node in ("evaluate", "sample") else every_node
+
+
 def stage_temperature(config: ExperimentConfig, stage: str) -> float:
     chosen = config.sample.temperature
     return chosen.get(stage, chosen.get(stage_kind(stage), 1.0))
@@ -196,16 +236,14 @@ class BatchPlan:
     accumulation: int
 
 
-def batch_plan(train: TrainConfig, num_workers: int) -> BatchPlan:
+def batch_plan(train: TrainConfig, num_workers: int, *, key: str = "resources.num_workers") -> BatchPlan:
     """The largest micro-batches within train.micro_batch_size, the rest by accumulation.
 
-    Raises ValueError where the workers cannot share the batch evenly.
+    key: where num_workers was set, for the message. Raises ValueError where the workers cannot share the batch evenly.
     """
     per_worker, rest = divmod(train.batch_size, num_workers)
     if rest:
-        raise ValueError(
-            f"train.batch_size is {train.batch_size}; resources.num_workers, {num_workers}, must divide it"
-        )
+        raise ValueError(f"train.batch_size is {train.batch_size}; {key}, {num_workers}, must divide it")
     most = min(train.micro_batch_size or per_worker, per_worker)
     micro = next(size for size in range(most, 0, -1) if per_worker % size == 0)
     return BatchPlan(train.batch_size, num_workers, micro, per_worker // micro)
@@ -264,12 +302,23 @@ def broken_rules(config: ExperimentConfig) -> Iterator[tuple[tuple[str, ...], st
         for stage in mapping:
             if stage not in names and stage not in chosen:
                 yield (f"{section}.{stage}",), f"{section}: the config has no stage {stage!r}; {nearest(stage, names)}"
+    nodes = node_names(c)
+    for node, changes in c.resources.per_node.items():
+        where = f"resources.per_node.{node}"
+        if node not in nodes:
+            yield (where,), f"resources.per_node: the config has no node {node!r}; {nearest(node, nodes)}"
+        for key in changes:
+            if key not in settable_resources(node):
+                valid = ", ".join(settable_resources(node))
+                yield (f"{where}.{key}",), f"{where}.{key} has no effect: {node} is no train node; valid: {valid}"
     for stage in names:
+        node = train_node(stage)
+        own = f"resources.per_node.{node}.num_workers"
+        key = own if "num_workers" in c.resources.per_node.get(node, {}) else "resources.num_workers"
         try:
-            batch_plan(stage_train_config(c, stage), c.resources.num_workers)
+            batch_plan(stage_train_config(c, stage), node_resources(c, node).num_workers, key=key)
         except ValueError as error:
-            near = f"per_stage.{stage}.train"
-            keys = ("train.batch_size", "resources.num_workers", near)
+            keys = ("train.batch_size", key, f"per_stage.{stage}.train")
             yield keys, f"{error}" + (f" (stage {stage})" if stage in c.per_stage else "")
 
 

@@ -71,6 +71,11 @@ class Lock:
         if holder is not None and holder.get("token") == self._token:
             self.store.delete(self.file)
 
+    def holder(self) -> dict | None:
+        """The living start that holds the lock, None if it is free: {"host", "pid", "since": seconds, ...}."""
+        holder = self._read()
+        return None if holder is None or self._is_stale(holder) else holder
+
     def _create_file(self) -> None:
         path = self.store.local(self.file)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,9 +193,13 @@ def _parse(content: bytes) -> dict:
     return holder if isinstance(holder, dict) else {}
 
 
-def _refusal(store: Store, holder: dict) -> str:
+def described(holder: dict) -> str:
+    """Who holds a lock, and since when."""
     if "pid" not in holder:
-        return f"{store.uri} is in use by another start; wait for it to end, or stop it"
+        return "another start"
     since = datetime.fromtimestamp(holder.get("since", 0.0), tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    who = f"process {holder['pid']} on {holder.get('host', 'an unknown host')}"
-    return f"{store.uri} is in use by {who} since {since}; wait for it to end, or stop it"
+    return f"process {holder['pid']} on {holder.get('host', 'an unknown host')} since {since}"
+
+
+def _refusal(store: Store, holder: dict) -> str:
+    return f"{store.uri} is in use by {described(holder)}; wait for it to end, or stop it"

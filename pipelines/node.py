@@ -25,6 +25,10 @@ class Node:
     num_cpus: float = 1  # of the coordinating task itself
     num_gpus: float = 0
     cost: Mapping[str, float] = field(default_factory=dict)  # all it takes, workers included; {}: the task's own
+    num_workers: int = 0  # processes beside the task's own, each of which must fit on one machine
+    worker_cost: Mapping[str, float] = field(default_factory=dict)  # what each of them takes
+    max_failures: int = 0  # times it starts again after a fault of the infrastructure
+    retry_wait_sec: float = 0.0  # before the first of these; doubles from time to time
     resumable: bool = False  # continues its newest unfinished attempt
     tags: Mapping[str, str] = field(default_factory=dict)  # more tags of its MLflow run, e.g. {"stage": ...}
 
@@ -68,6 +72,7 @@ class NodeContext:
     run: RunHandle
     progress: Reporter
     fresh: bool  # False: continues an unfinished attempt, whose files are still in `out`
+    restarts: int = 0  # times that it was started before with the same fingerprint and did not end well
 
 
 @dataclass(frozen=True)

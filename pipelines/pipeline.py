@@ -6,37 +6,35 @@ prepare_data -> train_<stage> (one each) -> evaluate, sample -> report
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from data_prep.sources import listing_hash
 from pipelines.config import to_yaml
 from pipelines.errors import UserError
 from pipelines.experiment import (
     ExperimentConfig,
+    NodeResources,
     ResourcesConfig,
     TrackingConfig,
     batch_plan,
+    node_names,
+    node_resources,
     stage_model_config,
     stage_names,
     stage_temperature,
     stage_train_config,
+    train_node,
 )
 from pipelines.node import Node
 
+__all__ = ["node_names", "nodes"]
 INGEST_CPUS = 0.25  # a train node's read tasks, beside its workers
-SHARD_CPUS = 1  # one shard of prepare_data; two at a time on a core are a quarter slower
-
-
-def node_names(config: ExperimentConfig) -> list[str]:
-    """Names of the nodes in running order, without looking at any file."""
-    trains = [f"train_{stage}" for stage in stage_names(config)]
-    return ["prepare_data", *trains, "evaluate", "sample", "report"]
 
 
 def nodes(config: ExperimentConfig) -> list[Node]:
     """All nodes of the pipeline. Raises UserError when the source of images is missing or empty."""
     stages = stage_names(config)
-    trains = tuple(f"train_{stage}" for stage in stages)
-    threads = {"num_threads": 1}
+    trains = tuple(train_node(stage) for stage in stages)
     return [
         _prepare_data(config),
         *(_train(config, stage) for stage in stages),
@@ -45,8 +43,7 @@ def nodes(config: ExperimentConfig) -> list[Node]:
             function="pipelines.nodes.evaluate:run",
             needs=("prepare_data", *trains),
             config={"stages": stages, "batch_size": config.evaluate.batch_size},
-            options=threads,
-            num_gpus=_gpus(config),
+            **_single_process(config, "evaluate"),
         ),
         Node(
             name="sample",
@@ -59,14 +56,15 @@ def nodes(config: ExperimentConfig) -> list[Node]:
                 "seed": config.sample.seed,
                 "temperature": {stage: stage_temperature(config, stage) for stage in stages},
             },
-            options=threads,
-            num_gpus=_gpus(config),
+            **_single_process(config, "sample"),
         ),
         Node(
             name="report",
             function="pipelines.nodes.report:run",
             needs=("prepare_data", *trains, "evaluate", "sample"),
             config={"name": config.name, "stages": stages, "yaml": _semantic_yaml(config)},
+            num_cpus=node_resources(config, "report").cpus_per_worker,
+            **_retries(node_resources(config, "report")),
         ),
     ]
 
@@ -76,23 +74,30 @@ def _prepare_data(config: ExperimentConfig) -> Node:
         source = listing_hash(config.data)
     except (ValueError, OSError) as error:
         raise UserError(f"data.root: {error}") from error
+    resources = node_resources(config, "prepare_data")  # a whole CPU a shard: two at a time on a core are slower
+    shard = {"CPU": resources.cpus_per_worker}
     return Node(
         name="prepare_data",
         function="pipelines.nodes.prepare_data:run",
         config={"data": dataclasses.replace(config.data, root=None)},
-        options={"root": config.data.root, "num_cpus": SHARD_CPUS},
+        options={"root": config.data.root, "num_cpus": resources.cpus_per_worker},
         source=source,
         num_cpus=0,
-        cost={"CPU": SHARD_CPUS},
+        cost=shard,
+        num_workers=1,
+        worker_cost=shard,
         resumable=True,
+        **_retries(resources),
     )
 
 
 def _train(config: ExperimentConfig, stage: str) -> Node:
-    model, train, resources = stage_model_config(config, stage), stage_train_config(config, stage), config.resources
+    model, train = stage_model_config(config, stage), stage_train_config(config, stage)
+    resources = node_resources(config, train_node(stage))
+    worker = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker if resources.use_gpu else 0}
     depth = model.num_given_bits + model.num_bits
     return Node(
-        name=f"train_{stage}",
+        name=train_node(stage),
         function="pipelines.nodes.train:run",
         needs=("prepare_data",),
         config={
@@ -105,16 +110,30 @@ def _train(config: ExperimentConfig, stage: str) -> Node:
         options={"resources": resources, "plan": batch_plan(train, resources.num_workers)},
         num_cpus=0,
         cost={
-            "CPU": resources.num_workers * resources.cpus_per_worker + INGEST_CPUS,
-            "GPU": resources.num_workers * resources.gpus_per_worker if resources.use_gpu else 0,
+            "CPU": resources.num_workers * worker["CPU"] + INGEST_CPUS,
+            "GPU": resources.num_workers * worker["GPU"],
         },
+        num_workers=resources.num_workers,
+        worker_cost=worker,
         resumable=True,
         tags={"stage": stage},
+        **_retries(resources),
     )
 
 
-def _gpus(config: ExperimentConfig) -> float:
-    return config.resources.gpus_per_worker if config.resources.use_gpu else 0
+def _single_process(config: ExperimentConfig, name: str) -> dict[str, Any]:
+    """Fields of a node whose work is done in the task's own process."""
+    resources = node_resources(config, name)
+    return {
+        "options": {"num_threads": max(1, int(resources.cpus_per_worker))},
+        "num_cpus": resources.cpus_per_worker,
+        "num_gpus": resources.gpus_per_worker if resources.use_gpu else 0,
+        **_retries(resources),
+    }
+
+
+def _retries(resources: NodeResources) -> dict[str, Any]:
+    return {"max_failures": resources.max_failures, "retry_wait_sec": resources.retry_wait_sec}
 
 
 def _semantic_yaml(config: ExperimentConfig) -> str:

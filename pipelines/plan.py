@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipelines import attempts, fingerprint
-from pipelines.attempts import Attempt, Success
+from pipelines.attempts import Attempt, Success, age
 from pipelines.errors import UserError
 from pipelines.node import Node
 from pipelines.storage import Store
@@ -33,6 +32,7 @@ class Decision:
     fingerprint: str | None = None
     ingredients: Mapping[str, Any] | None = None
     attempt: str | None = None  # unfinished attempt to continue
+    follows: str | None = None  # unfinished attempt of this fingerprint, continued or not: its MLflow run goes on
     success: Success | None = None
     known_attempts: tuple[str, ...] = ()  # all attempt ids so far; a new one must sort after them
 
@@ -48,7 +48,7 @@ class Plan:
 
     store: Store
     decisions: tuple[Decision, ...]
-    rerun: frozenset[str] = frozenset()
+    rerun: Mapping[str, str] = field(default_factory=dict)  # node -> the option that asks for it
     keep: frozenset[str] = frozenset()
     code: Mapping[str, Mapping[str, str]] | None = None  # node -> {module: hash}, read once for the whole start
 
@@ -106,20 +106,27 @@ def plan(
     only: Sequence[str] = (),
     rerun: Sequence[str] = (),
     keep: Sequence[str] = (),
+    start_from: Sequence[str] = (),
     packages: tuple[str, ...] = fingerprint.PACKAGES,
     root: Path = fingerprint.ROOT,
 ) -> Plan:
     """Compares every node's ingredients with the outputs on storage and decides. Writes nothing.
 
-    only: consider exactly these nodes. rerun: a new attempt of these even if up to date. keep: adopt their newest
-    output whatever has changed. packages, root: whose code enters the fingerprints.
+    only: consider exactly these nodes. rerun: a new attempt of these even if up to date. start_from: a new attempt of
+    these and of all that hangs on them. keep: adopt their newest output whatever has changed. packages, root: whose
+    code enters the fingerprints.
     Raises UserError for names that are no nodes and for --only without the inputs it needs.
     """
     order = ordered(nodes)
     names = [node.name for node in order]
-    check_names(names, only=only, rerun=rerun, keep=keep)
+    check_names(names, only=only, rerun=rerun, keep=keep, start_from=start_from)
+    asked = {name: f"--from {first}" for first in start_from for name in below(order, first)}
+    asked |= {name: "--rerun" for name in rerun}
+    kept = [name for name in keep if name in asked]
+    if kept:
+        raise UserError(f"{asked[kept[0]]} and --keep {kept[0]} exclude each other")
     hashes = {module: fingerprint.code_hashes(module, packages=packages, root=root) for module in _modules(order)}
-    draft = Plan(store, (), frozenset(rerun), frozenset(keep), {node.name: hashes[node.module] for node in order})
+    draft = Plan(store, (), asked, frozenset(keep), {node.name: hashes[node.module] for node in order})
     made: dict[str, Decision] = {}
     missing: tuple[str, str] | None = None  # a selected node and its input that nobody is going to make
     for node in order:
@@ -157,9 +164,9 @@ def decide(node: Node, upstream: Mapping[str, str], plan: Plan) -> Decision:
     here = [attempt for attempt in past if attempt.fingerprint == name]
     current, damage = _current(store, here)
     if node.name in plan.rerun:
-        return Decision(node, RUN, "asked for by --rerun", **facts)
+        return Decision(node, RUN, f"asked for by {plan.rerun[node.name]}", **facts)
     if current is not None:
-        reason = f"up to date: attempt {current.attempt}, finished {_ago(current.finished)}"
+        reason = f"up to date: attempt {current.attempt}, finished {age(current.finished)}"
         if current.adopted:
             reason += f" and kept in spite of: {current.adopted['in_spite_of']}"
         return Decision(node, SKIP, reason, success=current, **facts)
@@ -170,9 +177,9 @@ def decide(node: Node, upstream: Mapping[str, str], plan: Plan) -> Decision:
     unfinished = next((a for a in here if a.success is None and not a.damage), None)
     if unfinished is not None:
         what = "failed" if unfinished.failed else "was interrupted"
-        goes_on = "continues it" if node.resumable else "starts over"
-        reason = f"attempt {unfinished.attempt} {what}; {goes_on}"
-        return Decision(node, RUN, reason, attempt=unfinished.attempt if node.resumable else None, **facts)
+        reason = f"attempt {unfinished.attempt} {what}; {'continues it' if node.resumable else 'starts over'}"
+        goes_on = unfinished.attempt if node.resumable else None
+        return Decision(node, RUN, reason, attempt=goes_on, follows=unfinished.attempt, **facts)
     return Decision(node, RUN, damage or _why_new(past, parts), **facts)
 
 
@@ -241,11 +248,27 @@ def _missing_input(name: str, missing: str, made: Mapping[str, Decision], *, onl
     )
 
 
-def check_names(names: Sequence[str], *, only: Sequence[str], rerun: Sequence[str], keep: Sequence[str]) -> None:
+def below(order: Sequence[Node], first: str) -> list[str]:
+    """`first` and all nodes that hang on it, in running order."""
+    found = [first]
+    for node in order:
+        if node.name != first and any(need in found for need in node.needs):
+            found.append(node.name)
+    return found
+
+
+def check_names(
+    names: Sequence[str],
+    *,
+    only: Sequence[str] = (),
+    rerun: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    start_from: Sequence[str] = (),
+) -> None:
     """Raises UserError for a name that is none of `names`, and for options that exclude each other."""
-    for option, values in (("--only", only), ("--rerun", rerun), ("--keep", keep)):
+    for option, values in (("--only", only), ("--rerun", rerun), ("--keep", keep), ("--from", start_from)):
         _check_names(option, values, names)
-    _check_together(only=only, rerun=rerun, keep=keep)
+    _check_together(only=only, rerun=rerun, keep=keep, start_from=start_from)
 
 
 def _check_names(option: str, values: Sequence[str], names: Sequence[str]) -> None:
@@ -256,7 +279,13 @@ def _check_names(option: str, values: Sequence[str], names: Sequence[str]) -> No
             raise UserError(f"{option} {value}: this configuration has no such node ({', '.join(names)}){hint}")
 
 
-def _check_together(*, only: Sequence[str], rerun: Sequence[str], keep: Sequence[str]) -> None:
+def _check_together(
+    *, only: Sequence[str], rerun: Sequence[str], keep: Sequence[str], start_from: Sequence[str]
+) -> None:
+    if only and start_from:
+        raise UserError(
+            f"--from {start_from[0]} runs all that hangs on this node, --only leaves nodes out; use --rerun with --only"
+        )
     both = [name for name in rerun if name in keep]
     if both:
         raise UserError(f"--rerun {both[0]} and --keep {both[0]} exclude each other")
@@ -268,15 +297,3 @@ def _check_together(*, only: Sequence[str], rerun: Sequence[str], keep: Sequence
 
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _ago(finished: str, *, now: datetime | None = None) -> str:
-    """ "2 h ago" for an ISO time."""
-    try:
-        seconds = ((now or datetime.now(tz=UTC)) - datetime.fromisoformat(finished)).total_seconds()
-    except (ValueError, TypeError):
-        return "at an unknown time"
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{int(seconds // size)} {unit} ago"
-    return "less than a minute ago"

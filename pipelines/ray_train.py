@@ -11,6 +11,7 @@ import functools
 import json
 import posixpath
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ from spn.model import SPN, SPNConfig, recompute_activations
 from spn.training import Batch, TrainConfig, TrainState, fit
 
 if TYPE_CHECKING:  # types only: rules of the configuration do not change what is trained
-    from pipelines.experiment import BatchPlan, ResourcesConfig
+    from pipelines.experiment import BatchPlan, NodeResources
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's record of committed checkpoints
 HISTORY = "history.json"  # beside each checkpoint: all that was logged up to it
@@ -53,13 +54,13 @@ class Fitted:
     checkpoint: str  # best by validation, folder relative to the attempt
     valid_bits_per_dim: float
     images_seen: int
-    history: list[dict[str, float]]  # of the whole run: {"step": ..., metric: value}
+    history: list[dict[str, float]]  # of the whole run: {"step": ..., "time_ms": since 1970, metric: value}
 
 
 def fit_stage(context: NodeContext, *, dataset: str) -> Fitted:
     """Train one stage on the Parquet data set at URI `dataset`. Raises ray.train.TrainingFailedError, ValueError."""
     stage, model, train = context.config["stage"], context.config["model"], context.config["train"]
-    resources: ResourcesConfig = context.options["resources"]
+    resources: NodeResources = context.options["resources"]
     images = open_dataset(dataset)
     for split in ("train", "valid"):
         if images.num_images(split) == 0:
@@ -99,6 +100,7 @@ def fit_stage(context: NodeContext, *, dataset: str) -> Fitted:
             "seed": context.config["seed"],
             "num_threads": max(1, int(resources.cpus_per_worker)),
             "run": context.run,
+            "restarts": context.restarts,
             "progress": context.progress,
         },
         scaling_config=ray.train.ScalingConfig(
@@ -121,7 +123,8 @@ def fit_stage(context: NodeContext, *, dataset: str) -> Fitted:
                 checkpoint_score_attribute="valid/bits_per_dim",
                 checkpoint_score_order="min",
             ),
-            failure_config=ray.train.FailureConfig(max_failures=resources.max_failures),
+            # The node starts again instead: Ray Train would also repeat what the code itself did wrong.
+            failure_config=ray.train.FailureConfig(max_failures=0),
         ),
     )
     result = trainer.fit()
@@ -177,6 +180,9 @@ def train_worker(settings: dict[str, Any]) -> None:
         forward = torch.compile(forward)
     flops_per_slice, peak = speed_limits(model_config, device)
     run = settings["run"].open() if rank == 0 else None
+    if run is not None and settings["restarts"]:
+        run.log_history(history)  # what an earlier process had measured and perhaps not sent
+        run.log_metrics({"restarts": float(settings["restarts"])}, step=state.step)
     progress, last_score = settings["progress"], ""
 
     def on_step(step: int) -> None:
@@ -191,9 +197,10 @@ def train_worker(settings: dict[str, Any]) -> None:
         if peak is not None and "train/slices_per_sec" in metrics:
             achieved = metrics["train/slices_per_sec"] * flops_per_slice / num_workers
             metrics = {**metrics, "train/mfu": achieved / peak}
-        history.append({"step": step, **metrics})
+        now = int(time.time() * 1000)
+        history.append({"step": step, "time_ms": now, **metrics})
         if run is not None:
-            run.log_metrics(metrics, step=step)
+            run.log_metrics(metrics, step=step, time_ms=now)
 
     def on_checkpoint(state: TrainState, metrics: dict[str, float]) -> None:
         # A barrier of all workers; rank 0's files are the checkpoint, and are on storage when it returns.

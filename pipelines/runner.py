@@ -1,6 +1,8 @@
 """Runs a plan: nodes as Ray tasks, side by side where resources allow, scheduled from the driver.
 
-The driver hands out paths and ids only. A failed node stops what depends on it; the others go on.
+The driver hands out paths and ids only. A node that a fault of the infrastructure ended (its process, its machine or
+storage went away) starts again after a while, and goes on where it can. A failed node stops what depends on it; the
+others go on.
 """
 
 from __future__ import annotations
@@ -18,17 +20,20 @@ from typing import Any
 from pipelines import attempts, fingerprint
 from pipelines.attempts import Success
 from pipelines.cluster import ClusterInfo
+from pipelines.faults import is_infrastructure
 from pipelines.git import git_commit
 from pipelines.lock import Lock
 from pipelines.node import Node, NodeContext, NodeOutput
 from pipelines.plan import KEEP, NOT_SELECTED, RUN, SKIP, WAIT, Decision, Plan, decide
 from pipelines.progress import Hub, LiveDisplay, PlainDisplay, clock
-from pipelines.task import Outcome, Task, adopt, execute
+from pipelines.storage import Store
+from pipelines.task import Outcome, Task, adopt, execute, one_line
 from pipelines.tracking import Ledger, RunHandle
 
 EXECUTED, SKIPPED, FAILED, BLOCKED = "executed", "skipped", "failed", "blocked"
 MAX_CALLS = 1  # nodes a process serves: with one, its memory and its global state go when the node ends
 _POLL_SEC = 0.5
+_LONGEST_WAIT_SEC = 300.0  # between two tries of a node
 _CANCEL_SEC = 1.0  # Ray kills a stopped job 3 s after SIGTERM, and there is more to do in that time
 
 
@@ -76,11 +81,7 @@ def run(
     Raises UserError before anything starts if a node can never fit into the cluster. On KeyboardInterrupt and SIGTERM
     it cancels the tasks, closes their MLflow runs as KILLED and raises on.
     """
-    for decision in plan.decisions:
-        if decision.action in (RUN, WAIT):
-            own = {"CPU": decision.node.num_cpus, "GPU": decision.node.num_gpus}
-            need = {name: max(own.get(name, 0), amount) for name, amount in decision.node.total_cost.items()}
-            cluster.check_fits(decision.node.name, need)
+    check_fits(plan, cluster)
     engine = _Engine(plan, cluster, ledger, display, lock)
     with _sigterm_stops():
         try:
@@ -92,12 +93,34 @@ def run(
             engine.hub.close()
 
 
+def check_fits(plan: Plan, cluster: ClusterInfo) -> None:
+    """Raises UserError if a node that is to run can never get what it takes."""
+    for decision in plan.decisions:
+        if decision.action in (RUN, WAIT):
+            node = decision.node
+            own = {"CPU": node.num_cpus, "GPU": node.num_gpus}
+            need = {name: max(own.get(name, 0), amount) for name, amount in node.total_cost.items()}
+            each = node.worker_cost if node.num_workers else own
+            cluster.check_fits(node.name, need, num_workers=max(node.num_workers, 1), each=each)
+
+
 @dataclass
 class _Running:
     decision: Decision
     handle: RunHandle
     attempt: str
     since: float
+    failures: int  # of the infrastructure, in this start, before this try
+
+
+@dataclass(frozen=True)
+class _Retry:
+    """A node that waits to be started again."""
+
+    decision: Decision
+    handle: RunHandle
+    failures: int
+    due: float  # time.monotonic()
 
 
 class _Engine:
@@ -119,6 +142,7 @@ class _Engine:
         self.commit = git_commit()
         self.remote = ray.remote(max_retries=0, max_calls=MAX_CALLS)(execute)
         self.running: dict[Any, _Running] = {}
+        self.retries: dict[str, _Retry] = {}
         self.taken: dict[str, float] = {}
         self.reports: dict[str, NodeReport] = {}
         self.outputs: dict[str, NodeOutput] = {}
@@ -136,6 +160,8 @@ class _Engine:
                 ready, _ = self.ray.wait(list(self.running), num_returns=1, timeout=_POLL_SEC)
                 for reference in ready:
                     self._collect(reference)
+            elif self.retries:
+                time.sleep(_POLL_SEC)
             self.display.show({name: update for name, update in self.hub.poll().items() if name in self._active()})
         return RunReport({name: self.reports[name] for name in self.plan.names})
 
@@ -153,6 +179,9 @@ class _Engine:
             self.ledger.finish(running.handle, "KILLED")
             self.display.line(f"[{running.decision.node.name}] stopped; attempt {running.attempt} is unfinished")
         self.running.clear()
+        for retry in self.retries.values():
+            self.ledger.finish(retry.handle, "KILLED")
+        self.retries.clear()
 
     def _active(self) -> set[str]:
         return {running.decision.node.name for running in self.running.values()}
@@ -172,6 +201,11 @@ class _Engine:
             self._reuse(decision, decision.success)
             return
         if any(need not in self.outputs for need in node.needs) or not self._fits(node):
+            return
+        if node.name in self.retries:
+            if time.monotonic() >= self.retries[node.name].due:
+                retry = self.retries.pop(node.name)
+                self._submit(retry.decision, failures=retry.failures)
             return
         if decision.fingerprint is None:  # now the ids of what it is made from are known
             why = decision.reason
@@ -193,21 +227,24 @@ class _Engine:
         cost = node.total_cost.items()
         return all(self.taken.get(name, 0) + amount <= self.cluster.budget(name) + 1e-9 for name, amount in cost)
 
-    def _submit(self, decision: Decision) -> None:
+    def _submit(self, decision: Decision, *, failures: int = 0) -> None:
         node, store = decision.node, self.plan.store
         assert decision.fingerprint is not None and decision.ingredients is not None
         attempt = decision.attempt or attempts.new_attempt_id(decision.known_attempts)
         folder = attempts.attempt_folder(node.name, decision.fingerprint, attempt)
-        before = _started(self.plan, folder) if decision.attempt else {}
+        before = _started(store, decision, decision.follows) if decision.follows else {}
+        starts = before.get("starts", [])
         handle = self.ledger.start_node(
             node.name,
             tags=self._tags(decision, attempt),
             params=node.config,
             continue_id=before.get("mlflow_run_id"),
         )
+        now = attempts.utc_now()
         started = {
             "node": node.name,
-            "started": before.get("started") or attempts.utc_now(),
+            "started": before.get("started") or now,
+            "starts": [*starts, now],
             "ingredients": decision.ingredients,
             "mlflow_run_id": handle.run_id,
         }
@@ -223,12 +260,13 @@ class _Engine:
             run=handle,
             progress=self.hub.reporter(node.name),
             fresh=decision.attempt is None,
+            restarts=len(starts),
         )
         upstream = {need: self.outputs[need].attempt for need in node.needs}
         task = Task(store, node.function, context, upstream, decision.ingredients, self.commit)
         options = {"name": f"node:{node.name}", "num_cpus": node.num_cpus, "num_gpus": node.num_gpus}
         reference = self.remote.options(**options).remote(task)
-        self.running[reference] = _Running(decision, handle, attempt, time.monotonic())
+        self.running[reference] = _Running(decision, handle, attempt, time.monotonic(), failures)
         for name, amount in node.total_cost.items():
             self.taken[name] = self.taken.get(name, 0) + amount
         self.display.line(f"[{node.name}] starts: {decision.reason}")
@@ -242,15 +280,18 @@ class _Engine:
         try:
             outcome: Outcome = self.ray.get(reference)
         except self.ray.exceptions.RayError as error:  # its process died: nobody else could write this down
-            message = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-            self.plan.store.write_text(posixpath.join(folder, attempts.ERROR), f"{type(error).__name__}: {error}\n")
-            outcome = Outcome(None, message)
+            with contextlib.suppress(OSError):
+                self.plan.store.write_text(posixpath.join(folder, attempts.ERROR), f"{type(error).__name__}: {error}\n")
+            outcome = Outcome(None, one_line(error), is_infrastructure(error))
         seconds = time.monotonic() - running.since
         self.display.end(node.name)
         if outcome.success is not None:
             self.ledger.finish(running.handle, "FINISHED", metrics=outcome.success.metrics)
             self._have(node.name, outcome.success, EXECUTED, seconds=seconds)
             self.display.line(f"[{node.name}] done in {clock(seconds)}")
+            return
+        if outcome.lost and running.failures < node.max_failures:
+            self._try_again(running, outcome.error)
             return
         self.ledger.finish(running.handle, "FAILED")
         uri = self.plan.store.uri_of(folder)
@@ -259,6 +300,20 @@ class _Engine:
         )
         self.display.line(f"[{node.name}] FAILED after {clock(seconds)}: {outcome.error}")
         self.display.line(f"[{node.name}] see {self.plan.store.uri_of(posixpath.join(folder, attempts.ERROR))}")
+
+    def _try_again(self, running: _Running, error: str) -> None:
+        """Lets the node wait its time and go on: in the same attempt if it can, in the same MLflow run in any case."""
+        node, failures = running.decision.node, running.failures + 1
+        wait_sec = min(node.retry_wait_sec * 2 ** (failures - 1), _LONGEST_WAIT_SEC)
+        decision = replace(
+            running.decision,
+            reason=f"try {failures + 1} of {node.max_failures + 1}",
+            attempt=running.attempt if node.resumable else None,
+            follows=running.attempt,
+            known_attempts=(*running.decision.known_attempts, running.attempt),
+        )
+        self.retries[node.name] = _Retry(decision, running.handle, failures, time.monotonic() + wait_sec)
+        self.display.line(f"[{node.name}] lost ({error}); starts again in {wait_sec:g} s")
 
     def _keep(self, decision: Decision) -> None:
         assert decision.success is not None and decision.fingerprint and decision.ingredients is not None
@@ -295,9 +350,10 @@ class _Engine:
         }
 
 
-def _started(plan: Plan, folder: str) -> dict[str, Any]:
+def _started(store: Store, decision: Decision, attempt: str) -> dict[str, Any]:
+    folder = attempts.attempt_folder(decision.node.name, decision.fingerprint or "", attempt)
     try:
-        return json.loads(plan.store.read_bytes(posixpath.join(folder, attempts.STARTED)))
+        return json.loads(store.read_bytes(posixpath.join(folder, attempts.STARTED)))
     except (FileNotFoundError, ValueError):
         return {}
 

@@ -1,4 +1,7 @@
-"""One start of the pipeline: check, plan, lock the run folder, join or start Ray, open MLflow, run, report."""
+"""One start of the pipeline: check, plan, lock the run folder, join or start Ray, open MLflow, run, report.
+
+And what looks at a run folder without running anything: its status, and attempts that may be deleted.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from pipelines import cluster, dag, progress, tracking
+from pipelines import cluster, dag, garbage, progress, status, tracking
 from pipelines import plan as planning
 from pipelines.attempts import ERROR
 from pipelines.config import ExperimentConfig, resolve_storage, to_yaml
@@ -24,6 +27,7 @@ def start(
     only: Sequence[str] = (),
     rerun: Sequence[str] = (),
     keep: Sequence[str] = (),
+    start_from: Sequence[str] = (),
     dry_run: bool = False,
 ) -> int:
     """Runs the config's nodes (`only` these, if any) and returns the exit code.
@@ -32,15 +36,12 @@ def start(
     """
     from pipelines import pipeline
 
-    store = open_store(join(resolve_storage(config), config.name))
-    try:
-        check_run_folder(store, name=config.name)
-    except OSError as error:
-        raise UserError(f"cannot read the run folder {store.uri}: {error.strerror or error}") from error
+    store = _run_folder(config)
+    chosen = {"only": only, "rerun": rerun, "keep": keep, "start_from": start_from}
     # Before the source of images is looked at: a name needs no data.
-    planning.check_names(pipeline.node_names(config), only=only, rerun=rerun, keep=keep)
+    planning.check_names(pipeline.node_names(config), **chosen)
     nodes = pipeline.nodes(config)
-    plan = dag.plan(nodes, store, only=only, rerun=rerun, keep=keep)
+    plan = dag.plan(nodes, store, **chosen)
     print(to_yaml(config))
     print(f"run folder: {store.uri}")
     if dry_run:
@@ -48,17 +49,58 @@ def start(
         return DONE
     session = cluster.connect(num_cpus=config.resources.num_cpus)
     try:
-        for decision in plan.decisions:
-            if decision.node.name in plan.will_run:
-                session.check_fits(decision.node.name, decision.node.total_cost)
+        dag.check_fits(plan, session)
         with _locked(store) as lock:
             claim_run_folder(store, name=config.name, config_yaml=to_yaml(config))
-            plan = dag.plan(nodes, store, only=only, rerun=rerun, keep=keep)  # as it is now that nobody else writes
+            plan = dag.plan(nodes, store, **chosen)  # as it is now that nobody else writes
             print("\n".join(plan.lines()), flush=True)
             report, uri = _run(plan, config, session, store, lock)
             return _say_how_it_ended(report, store, tracking_uri=uri, whole=not only)
     finally:
         cluster.disconnect()
+
+
+def show_status(config: ExperimentConfig) -> int:
+    """Prints what the run folder holds of every node. Needs neither Ray nor MLflow."""
+    from pipelines import pipeline
+
+    store = _run_folder(config)
+    print(f"run folder: {store.uri}")
+    print("\n".join(status.lines(dag.plan(pipeline.nodes(config), store))))
+    return DONE
+
+
+def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
+    """Lists attempts that this config's plan does not refer to and, if told so, deletes them.
+
+    Raises UserError when they are to be deleted while a start holds the run folder.
+    """
+    from pipelines import pipeline
+
+    store = _run_folder(config)
+    nodes = pipeline.nodes(config)
+    with _locked(store) if delete and store.list("nodes") else contextlib.nullcontext():
+        holder = None if delete else Lock(store).holder()
+        found = garbage.find(dag.plan(nodes, store), holder=holder)
+        print(f"run folder: {store.uri}")
+        for each in found:
+            print(each.line)
+        if delete:
+            garbage.delete(store, found)
+    size, count = sum(each.bytes for each in found), len(found)
+    what = f"{count} attempt{'' if count == 1 else 's'}, {size:,} bytes"
+    print(f"deleted: {what}" if delete else f"to be deleted by --gc --yes: {what}")
+    return DONE
+
+
+def _run_folder(config: ExperimentConfig) -> Store:
+    """Raises UserError when it cannot be read or is another config's."""
+    store = open_store(join(resolve_storage(config), config.name))
+    try:
+        check_run_folder(store, name=config.name)
+    except OSError as error:
+        raise UserError(f"cannot read the run folder {store.uri}: {error.strerror or error}") from error
+    return store
 
 
 @contextlib.contextmanager

@@ -9,16 +9,20 @@ Everything goes through pyarrow filesystems. Nothing here renames or links acros
 
 from __future__ import annotations
 
+import errno
+import functools
 import hashlib
 import os
 import posixpath
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ParamSpec, TypeVar
 
 import pyarrow.fs as pafs
 import yaml
@@ -28,6 +32,50 @@ from pipelines.errors import UserError
 SCHEMES = ("file", "s3", "gs")
 MARKER = "config.yaml"  # its `name` says whose run folder this is
 _CHUNK = 4 * 2**20  # bytes a read
+_RETRY_SEC = (0.5, 2.0, 8.0)  # waits before the same call is tried again after a hiccup
+_HICCUPS = {
+    *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EPIPE, errno.ECONNREFUSED),
+    *(errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN),
+    *(errno.ENETRESET, errno.ENOTCONN),
+}
+# pyarrow passes on in words what an object store or the way to it said.
+_HICCUP_WORDS = re.compile(
+    r"AWS Error (NETWORK_CONNECTION|SLOW_DOWN|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|THROTTLING|REQUEST_TIMEOUT|"
+    r"REQUEST_EXPIRED|UNKNOWN \(HTTP status (429|5\d\d)\))|curlCode|Status\((UNAVAILABLE|DEADLINE_EXCEEDED|INTERNAL)|"
+    r"timed? ?out|connection (reset|closed|refused)",
+    re.IGNORECASE,
+)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def is_hiccup(error: BaseException) -> bool:
+    """Whether the same call on a store may work in a moment: the disk, the network or the server failed, not we.
+
+    A missing file, a full disk or a refused permission stays what it is.
+    """
+    if not isinstance(error, OSError) or isinstance(error, FileNotFoundError | PermissionError):
+        return False
+    if isinstance(error, ConnectionError | TimeoutError) or error.errno in _HICCUPS:
+        return True
+    return error.errno is None and _HICCUP_WORDS.search(str(error)) is not None
+
+
+def _patient(call: Callable[P, R]) -> Callable[P, R]:
+    """Tries again after a hiccup; for calls that may be made twice."""
+
+    @functools.wraps(call)
+    def patient(*args: P.args, **kwargs: P.kwargs) -> R:
+        for wait_sec in _RETRY_SEC:
+            try:
+                return call(*args, **kwargs)
+            except OSError as error:
+                if not is_hiccup(error):
+                    raise
+            time.sleep(wait_sec)
+        return call(*args, **kwargs)
+
+    return patient
 
 
 @dataclass(frozen=True)
@@ -75,6 +123,7 @@ class Store:
         """The store rooted at a folder below."""
         return Store(self.uri_of(relative), filesystem=self.filesystem, base=self.path(relative))
 
+    @_patient
     def info(self, relative: str) -> FileEntry | None:
         """What lies there, None if nothing does."""
         found = self.filesystem.get_file_info(self.path(relative))
@@ -91,6 +140,7 @@ class Store:
         """All files below, by path."""
         return [entry for entry in self._select(relative, recursive=True) if not entry.is_folder]
 
+    @_patient
     def read_bytes(self, relative: str) -> bytes:
         """Raises FileNotFoundError."""
         with self.filesystem.open_input_stream(self.path(relative)) as stream:
@@ -102,6 +152,7 @@ class Store:
             while chunk := stream.read(_CHUNK):
                 yield chunk
 
+    @_patient
     def write_bytes(self, relative: str, data: bytes) -> None:
         """Puts the whole file in one step and makes folders as needed; replaces what was there."""
         target = self.local(relative)
@@ -114,6 +165,7 @@ class Store:
     def write_text(self, relative: str, text: str) -> None:
         self.write_bytes(relative, text.encode())
 
+    @_patient
     def sha256(self, relative: str) -> str:
         """Hex digest of a file's content."""
         digest = hashlib.sha256()
@@ -138,12 +190,9 @@ class Store:
         files = self.walk(relative) if entry.is_folder else [entry]
         for file in files:
             inside = posixpath.relpath(file.path, relative) if entry.is_folder and relative else file.path
-            place = target / inside if entry.is_folder else target
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with place.open("wb") as out:
-                for chunk in self.chunks(file.path):
-                    out.write(chunk)
+            self._get_file(file.path, target / inside if entry.is_folder else target)
 
+    @_patient
     def delete(self, relative: str) -> None:
         """Removes a file or a folder with all below; nothing happens if it is not there."""
         entry = self.info(relative)
@@ -152,6 +201,14 @@ class Store:
         elif entry is not None:
             self.filesystem.delete_file(self.path(relative))
 
+    @_patient
+    def _get_file(self, relative: str, place: Path) -> None:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with place.open("wb") as out:
+            for chunk in self.chunks(relative):
+                out.write(chunk)
+
+    @_patient
     def _put_file(self, source: Path, relative: str) -> None:
         target = self.local(relative)
         if target is not None:
@@ -170,6 +227,7 @@ class Store:
             self.filesystem.create_dir(posixpath.dirname(path), recursive=True)
             return self.filesystem.open_output_stream(path)
 
+    @_patient
     def _select(self, relative: str, *, recursive: bool) -> list[FileEntry]:
         selector = pafs.FileSelector(self.path(relative), recursive=recursive, allow_not_found=True)
         entries = (self._entry(found) for found in self.filesystem.get_file_info(selector))

@@ -18,6 +18,7 @@ from typing import IO, Any
 from pipelines import attempts, tracking
 from pipelines.attempts import Success
 from pipelines.errors import UserError
+from pipelines.faults import is_infrastructure
 from pipelines.node import NodeContext, NodeResult
 from pipelines.storage import Store
 
@@ -44,10 +45,11 @@ class Outcome:
 
     success: Success | None
     error: str = ""  # one line
+    lost: bool = False  # to a fault of the infrastructure: it may be tried again
 
 
 def execute(task: Task) -> Outcome:
-    """Runs a node to its _SUCCESS.json, or leaves error.txt. Does not raise, except when cancelled."""
+    """Runs a node to its _SUCCESS.json, or leaves error.txt. Raises only when cancelled, or when storage is away."""
     store, started = task.store, attempts.utc_now()
     local = store.local(task.folder)
     if local is not None:
@@ -55,6 +57,9 @@ def execute(task: Task) -> Outcome:
     store.delete(posixpath.join(task.folder, attempts.ERROR))
     with kept_log(store, posixpath.join(task.folder, attempts.LOG)):
         try:
+            if task.context.restarts:
+                with task.context.run.open() as run:
+                    run.set_tags({"restarts": str(task.context.restarts)})
             result = _function(task.function)(task.context)
             assert isinstance(result, NodeResult), f"{task.function} returned {type(result).__name__}, not a NodeResult"
             outputs = attempts.measure(store, task.folder, result.outputs, result.sha256)
@@ -143,8 +148,15 @@ def _function(name: str) -> Any:
 
 
 def _failed(task: Task, error: BaseException, text: str) -> Outcome:
-    task.store.write_text(posixpath.join(task.folder, attempts.ERROR), text)
-    message = next(iter(str(error).strip().splitlines()), "")
+    lost = is_infrastructure(error)
+    with contextlib.suppress(OSError) if lost else contextlib.nullcontext():  # it may be storage that is away
+        task.store.write_text(posixpath.join(task.folder, attempts.ERROR), text)
+    return Outcome(None, one_line(error), lost)
+
+
+def one_line(error: BaseException) -> str:
+    """The error as the plan's lines and the summary show it; a UserError speaks for itself."""
+    message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, UserError):
-        return Outcome(None, message)
-    return Outcome(None, f"{type(error).__name__}: {message}" if message else type(error).__name__)
+        return message
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

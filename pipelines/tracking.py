@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 _VALUE_CHARS = 500  # MLflow's limit for a parameter
 _TAG_CHARS = 5000
 _BATCH = 100  # parameters in one call
+_METRIC_BATCH = 1000  # metrics in one call; MLflow's limit
 _MAX_WAITING = 10_000  # calls kept while the server is away; the oldest go first
 _RETRY_SEC = (1, 2, 5, 10, 30)
 _CLOSE_SEC = 20.0  # how long closing a run waits for what was not sent yet
@@ -78,12 +79,28 @@ class NodeRun:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int = 0, *, time_ms: int | None = None) -> None:
+        """time_ms: when they were measured, since 1970; None: now."""
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
+        now = int(time.time() * 1000) if time_ms is None else time_ms
         entities = [Metric(key, float(value), now, step) for key, value in metrics.items()]
         self._put(lambda client: client.log_batch(self.handle.run_id, metrics=entities))
+
+    def log_history(self, history: Iterable[Mapping[str, float]]) -> None:
+        """Sends entries {"step": ..., "time_ms": ..., metric: value} again; MLflow keeps one of equal points, so only
+        those are added that were lost with a process or a server."""
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(key, float(value), int(entry["time_ms"]), int(entry["step"]))
+            for entry in history
+            for key, value in entry.items()
+            if key not in ("step", "time_ms")
+        ]
+        for start in range(0, len(metrics), _METRIC_BATCH):
+            batch = metrics[start : start + _METRIC_BATCH]
+            self._put(lambda client, batch=batch: client.log_batch(self.handle.run_id, metrics=batch))
 
     def log_params(self, params: Mapping[str, Any]) -> None:
         """Nested values are flattened; a parameter that is there already keeps its value."""
@@ -192,6 +209,7 @@ class Ledger:
         """artifacts: absolute place of the experiment's artifacts; None leaves it to the server."""
         self.uri, self.run_folder = uri, run_folder
         self.parent_id: str | None = None
+        self._endings: dict[str, str] = {}  # run -> status that MLflow has not been told yet
         self.experiment_id: str | None = ""  # None: could not be opened, nothing is recorded
         self._client = _try(uri, lambda: _make_store(uri)) if uri else None
         self.experiment_id = self._do(lambda client: _experiment(client, experiment, artifacts))
@@ -235,9 +253,12 @@ class Ledger:
         self._terminate(handle.run_id, status)
 
     def close(self, status: str) -> None:
-        """Ends the parent run."""
-        if self.parent_id is not None:
-            self._terminate(self.parent_id, status)
+        """Ends the parent run; waits a while for a server that does not answer."""
+        deadline = time.monotonic() + _CLOSE_SEC
+        self._terminate(self.parent_id, status)
+        while self._endings and time.monotonic() < deadline:
+            time.sleep(_RETRY_SEC[0])
+            self._send_endings()
 
     def reconcile(self) -> list[str]:
         """Marks runs of this run folder that are still RUNNING as KILLED: their driver is gone. Returns their ids.
@@ -264,18 +285,32 @@ class Ledger:
 
     def _reopen(self, run_id: str, tags: Mapping[str, str]) -> bool:
         """Makes a closed run RUNNING again, under this start's parent, so that its curves go on."""
+        self._endings.pop(run_id, None)
         if self._client is None:
             return False
         try:
             self._client.update_run(run_id, status="RUNNING")  # refused for a run that was deleted
             self._client.log_batch(run_id, tags=_tags({**tags, PARENT_TAG: self.parent_id or ""}))
-        except Exception:  # a new database does not know the old run: a new one is as good
-            return False
+        except Exception as error:  # a new database does not know the old run: a new one is as good
+            return _is_unreachable(error)  # the run is there, and will take what is sent to it later
         return True
 
     def _terminate(self, run_id: str | None, status: str) -> None:
         if run_id is not None:
-            self._do(lambda client: client.set_terminated(run_id, status))
+            self._endings[run_id] = status
+        self._send_endings()
+
+    def _send_endings(self) -> None:
+        """Tells MLflow which runs have ended; what it cannot be told now stays for the next call."""
+        for run_id, status in list(self._endings.items()):
+            try:
+                if self._client is not None:
+                    self._client.set_terminated(run_id, status)
+            except Exception as error:  # the mirror must not stop the work
+                _warn_once(self.uri, error)
+                if _is_unreachable(error):
+                    return
+            del self._endings[run_id]
 
     def _do(self, call: Callable[[MlflowClient], Any]) -> Any:
         client = None if self.experiment_id is None else self._client

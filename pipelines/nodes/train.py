@@ -14,13 +14,14 @@ HISTORY = "history.json"
 def run(context: NodeContext) -> NodeResult:
     """config: stage, model (SPNConfig), train (TrainConfig), stored_bits, seed.
 
-    options: resources (ResourcesConfig), plan (BatchPlan).
+    options: resources (NodeResources), plan (BatchPlan).
     """
     dataset = context.inputs["prepare_data"]
     fitted = fit_stage(context, dataset=storage.join(dataset.uri, dataset.named["dataset"]))
     store = storage.open_store(context.out)
     store.write_text(HISTORY, json.dumps(fitted.history, indent=1))
     with context.run.open() as run:
+        run.log_history(fitted.history)  # adds what the workers could not send
         run.log_text(store.read_bytes(f"{fitted.checkpoint}/config.json").decode(), "config.json")
     metrics = {"valid/bits_per_dim": fitted.valid_bits_per_dim, "images_seen": float(fitted.images_seen)}
     return NodeResult(outputs={"checkpoint": fitted.checkpoint, "history": HISTORY}, metrics=metrics)

@@ -67,6 +67,19 @@ REFUSED = {
     ("--rerun", "samples"): f"--rerun samples: {OF_NODES}; did you mean sample?",
     ("--keep", "train_baseline"): f"--keep train_baseline: {OF_NODES}; did you mean train_first_slice?",
     ("--rerun", "zzz"): f"--rerun zzz: {OF_NODES}",
+    ("--from", "train_size_upscal"): f"--from train_size_upscal: {OF_NODES}; did you mean train_size_upscale?",
+    ("--from", "sample", "--keep", "report"): "--from sample and --keep report exclude each other",
+    (
+        "--from",
+        "sample",
+        "--only",
+        "report",
+    ): "--from sample runs all that hangs on this node, --only leaves nodes out; use --rerun with --only",
+    ("--status", "--gc"): "--status and --gc exclude each other",
+    ("--gc", "--dry-run"): "--gc and --dry-run exclude each other",
+    ("--status", "--only", "sample"): "--only sample: --status looks at all nodes; leave it out",
+    ("--gc", "--from", "sample"): "--from sample: --gc looks at all nodes; leave it out",
+    ("--yes",): "--yes belongs to --gc, which deletes what nothing needs any more",
     ("--rerun", "sample,"): "--rerun 'sample,': it takes node names, e.g. --rerun evaluate,sample",
     ("--only", ""): "--only '': it takes node names, e.g. --only evaluate,sample",
     ("--config", "dbug"): "unknown config 'dbug'; nearest: debug",
@@ -162,6 +175,7 @@ def test_options_and_overrides_in_any_order(handed_on: dict[str, Any]) -> None:
         "only": ("sample", "report", "evaluate"),
         "rerun": ("sample",),
         "keep": ("report",),
+        "start_from": (),
         "dry_run": True,
     }
 
@@ -181,6 +195,30 @@ def test_dry_run_prints_config_and_plan_and_writes_nothing(command: Command, tmp
     assert out.count("num_steps: 77") == 1 and out.count("\nname: debug") + out.startswith("name: debug") == 1
     plan_lines = out.strip().splitlines()[-len(NODES) :]
     assert [line.split()[:2] for line in plan_lines] == [[name, "run"] for name in NODES]
+
+
+def test_from_is_handed_on(handed_on: dict[str, Any]) -> None:
+    assert full_multidim.main(["--config", "debug", "--from", "evaluate,sample", "--from", "report"]) == 0
+    assert handed_on["start_from"] == ("evaluate", "sample", "report")
+
+
+def test_status_and_garbage_of_a_run_folder_that_is_not_there(command: Command, tmp_path: Path) -> None:
+    code, out, err = command(full_multidim.main, "--status")
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()[-len(NODES) :]]
+    assert [row[:6] for row in rows] == [[name, "not", "made", "-", "-", "-"] for name in NODES]
+    for arguments in (["--gc"], ["--gc", "--yes"]):
+        code, out, err = command(full_multidim.main, *arguments)
+        assert (code, err) == (0, "") and "0 attempts, 0 bytes" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_status_needs_neither_ray_nor_mlflow(tmp_path: Path) -> None:
+    code = "import sys, pipelines.full_multidim as m; "
+    code += f"m.main(['--config', 'debug', '--status', 'storage={tmp_path}'])"
+    code += "; print([name for name in ('ray', 'mlflow', 'torch') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "['torch']"
 
 
 def test_importing_the_command_line_leaves_heavy_packages_alone() -> None:

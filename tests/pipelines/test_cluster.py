@@ -27,6 +27,17 @@ def test_what_never_fits_is_the_users_mistake() -> None:
         cluster.check_fits("train", {"GPU": 1.0})
 
 
+def test_every_worker_needs_a_machine_with_room_for_it() -> None:
+    cluster = ClusterInfo("cluster", {"CPU": 4.0}, machines=({"CPU": 2.0}, {"CPU": 2.0, "GPU": 1.0}))
+    cluster.check_fits("train", {"CPU": 2.4}, num_workers=2, each={"CPU": 1.2, "GPU": 0})
+    with pytest.raises(UserError, match="train needs 3 x 1.2 CPU, each on one machine; there is room for 2;"):
+        cluster.check_fits("train", {"CPU": 3.6}, num_workers=3, each={"CPU": 1.2})
+    with pytest.raises(UserError, match="sample needs 1 x 3 CPU, each on one machine; there is room for 0;"):
+        cluster.check_fits("sample", {"CPU": 3.0}, num_workers=1, each={"CPU": 3.0})
+    with pytest.raises(UserError, match="train needs 2 x 1 CPU and 1 GPU, .* room for 1;"):
+        cluster.check_fits("train", {"CPU": 2.0}, num_workers=2, each={"CPU": 1.0, "GPU": 1.0})
+
+
 def test_machines_that_may_still_come_count() -> None:
     cluster = ClusterInfo("job", {"CPU": 2.0}, limit={"CPU": 10.0, "GPU": 4.0}, autoscales=True)
     cluster.check_fits("train", {"CPU": 10.0, "GPU": 4.0})

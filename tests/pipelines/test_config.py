@@ -23,6 +23,7 @@ from pipelines.config import (
 )
 from pipelines.errors import UserError
 from pipelines.experiment import validate
+from pipelines.pipeline import nodes
 
 FULL_CHAIN = ["first_slice", "size_upscale", "depth_upscale"]
 
@@ -243,6 +244,30 @@ def test_settings_of_a_preset_fall_away_with_the_stage() -> None:
     )
 
 
+def test_resources_of_one_node_are_its_own_and_no_part_of_what_it_computes() -> None:
+    changes = ["train_size_upscale.num_workers=2", "train_size_upscale.cpus_per_worker=3", "evaluate.use_gpu=true"]
+    changes += ["sample.cpus_per_worker=4", "prepare_data.max_failures=9"]
+    plain = {node.name: node for node in nodes(load("debug"))}
+    changed = {node.name: node for node in nodes(load("debug", [f"resources.per_node.{c}" for c in changes]))}
+    assert {name: node.config for name, node in plain.items()} == {name: node.config for name, node in changed.items()}
+    cost = {name: node.total_cost for name, node in changed.items()}
+    assert cost["train_first_slice"] == {"CPU": 0.75} and cost["train_size_upscale"] == {"CPU": 6.25}
+    assert cost["evaluate"] == {"CPU": 1, "GPU": 1} and cost["sample"] == {"CPU": 4}
+    assert changed["sample"].options["num_threads"] == 4 and plain["sample"].options["num_threads"] == 1
+    assert [changed[name].max_failures for name in ("prepare_data", "train_size_upscale")] == [9, 3]
+    batches = [changed[name].options["plan"] for name in ("train_first_slice", "train_size_upscale")]
+    assert [(plan.num_workers, plan.micro_batch_size) for plan in batches] == [(1, 8), (2, 4)]
+
+
+def test_resources_of_a_node_come_back_from_yaml_and_fall_away_with_its_stage(tmp_path: Path) -> None:
+    config = load("debug", ["resources.per_node.train_depth_upscale.num_workers=2"])
+    file = tmp_path / "own.yaml"
+    file.write_text(configs.to_yaml(config))
+    assert load(str(file)) == config
+    smaller = load(str(file), ["stages=[first_slice,size_upscale]", "bits=[8]"])
+    assert smaller.resources.per_node == {}
+
+
 def test_temperature_by_stage() -> None:
     config = load("debug", ["sample.temperature.first_slice=0.99"])
     assert [stage_temperature(config, name) for name in stage_names(config)] == [0.99, 1.0, 1.0]
@@ -288,6 +313,26 @@ MISTAKES = {
     (
         "sample.temperature.depth_upscale_8=0.9",
     ): "sample.temperature: the config has no stage 'depth_upscale_8'; nearest: depth_upscale",
+    (
+        "resources.per_node.train_size_upscal.num_workers=2",
+    ): "resources.per_node: the config has no node 'train_size_upscal'; nearest: train_size_upscale",
+    (
+        "resources.per_node.evaluate.num_worker=2",
+    ): "unknown key resources.per_node.evaluate.num_worker; nearest: resources.per_node.evaluate.num_workers",
+    (
+        "resources.per_node.evaluate.num_workers=2",
+    ): "resources.per_node.evaluate.num_workers has no effect: evaluate is no train node; valid: cpus_per_worker, "
+    "max_failures, retry_wait_sec, use_gpu, gpus_per_worker",
+    ("resources.per_node=3",): "resources.per_node must be a mapping; set resources.per_node.NODE",
+    (
+        "resources.per_node.report.retry_wait_sec=-1",
+    ): "resources.per_node.report.retry_wait_sec is -1.0; it must be at least 0",
+    (
+        "resources.per_node.train_size_upscale.num_workers=x",
+    ): "resources.per_node.train_size_upscale.num_workers is 'x'; it must be an integer",
+    (
+        "resources.per_node.train_size_upscale.num_workers=3",
+    ): "train.batch_size is 8; resources.per_node.train_size_upscale.num_workers, 3, must divide it",
     # types
     ("train.num_steps=abc",): "train.num_steps is 'abc'; it must be an integer",
     ("train.num_steps=1.5",): "train.num_steps is '1.5'; it must be an integer",
@@ -299,7 +344,7 @@ MISTAKES = {
     ("stages=size_upscale",): "stages must be a list, e.g. stages=[...]",
     ("bits=[3,[8]]",): "bits must be a flat list",
     ("resources=3",): "resources is a section, not a value; set resources.KEY, with KEY one of num_workers, "
-    "cpus_per_worker, use_gpu, gpus_per_worker, num_cpus, max_failures, num_to_keep",
+    "cpus_per_worker, use_gpu, gpus_per_worker, num_to_keep, max_failures, retry_wait_sec, num_cpus, per_node",
     (
         "per_stage.first_slice=3",
     ): "per_stage.first_slice is a section, not a value; set per_stage.first_slice.KEY, with KEY one of model, train",

@@ -5,76 +5,18 @@ Nodes run in this process, without Ray.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from toy.diamond import carry_out, decided, diamond
 
 from pipelines import attempts
 from pipelines.errors import UserError
-from pipelines.node import Node, NodeContext
-from pipelines.plan import Plan, _ago, decide, ordered, plan
-from pipelines.progress import Reporter
+from pipelines.node import Node
+from pipelines.plan import Plan, decide, ordered
 from pipelines.storage import Store, open_store
-from pipelines.task import Task, adopt, execute
-from pipelines.tracking import RunHandle
-
-TOYS = Path(__file__).parent / "toys"
-
-
-def diamond(**changes: dict[str, Any]) -> list[Node]:
-    """prepare -> left, right -> join; changes: {node: fields}."""
-    needs = {"prepare": (), "left": ("prepare",), "right": ("prepare",), "join": ("left", "right")}
-    nodes = [Node(name, "toy.nodes:write", above, {"value": name}) for name, above in needs.items()]
-    return [dataclasses.replace(node, **changes.get(node.name, {})) for node in nodes]
-
-
-def decided(store: Store, nodes: Sequence[Node] | None = None, *, root: Path = TOYS, **options: Any) -> Plan:
-    return plan(nodes or diamond(), store, packages=("toy",), root=root, **options)
-
-
-def carry_out(made: Plan, *, broken: Sequence[str] = ()) -> list[str]:
-    """Runs a plan in this process as the runner does, leaving `broken` nodes unfinished; returns what ran."""
-    store, ran = made.store, []
-    outputs = {d.node.name: d.success.output(store) for d in made.decisions if d.success}
-    for decision in made.decisions:
-        node = decision.node
-        if decision.action in ("skip", "not selected") or not all(need in outputs for need in node.needs):
-            continue
-        if decision.fingerprint is None:
-            decision = decide(node, {need: outputs[need].attempt for need in node.needs}, made)
-        assert decision.fingerprint and decision.ingredients is not None
-        if decision.action == "keep":
-            adopt(store, decision.success, fingerprint=decision.fingerprint, ingredients=decision.ingredients, why="x")
-            continue
-        attempt = decision.attempt or attempts.new_attempt_id(decision.known_attempts)
-        folder = attempts.attempt_folder(node.name, decision.fingerprint, attempt)
-        if node.name in broken:
-            started = json.dumps({"ingredients": decision.ingredients})
-            store.write_text(f"{folder}/{attempts.STARTED}", started)
-            continue
-        context = NodeContext(
-            node=node.name,
-            fingerprint=decision.fingerprint,
-            attempt=attempt,
-            config=node.config,
-            options=node.options,
-            inputs={need: outputs[need] for need in node.needs},
-            out=store.uri_of(folder),
-            run=RunHandle(),
-            progress=Reporter(node.name),
-            fresh=decision.attempt is None,
-        )
-        upstream = {need: outputs[need].attempt for need in node.needs}
-        outcome = execute(Task(store, node.function, context, upstream, decision.ingredients, "unknown"))
-        assert outcome.success is not None, outcome.error
-        outputs[node.name] = outcome.success.output(store)
-        ran.append(node.name)
-    return ran
 
 
 @pytest.fixture
@@ -208,6 +150,24 @@ def test_rerun_makes_a_new_attempt_and_reruns_what_hangs_on_it(finished: Store) 
     assert Path(*text[3]).read_text() == "join(left(prepare()),right(prepare()))"
 
 
+def test_from_makes_a_node_and_all_below_anew(finished: Store) -> None:
+    before = {name: decided(finished)[name].output_id for name in ("prepare", "left", "right", "join")}
+    made = decided(finished, start_from=["left"])
+    assert made.will_run == ("left", "join") and made["left"].reason == "asked for by --from left"
+    assert carry_out(made) == ["left", "join"]
+    after = decided(finished)
+    assert [name for name in before if after[name].output_id != before[name]] == ["left", "join"]
+    assert decided(finished, start_from=["prepare"]).will_run == ("prepare", "left", "right", "join")
+
+
+def test_from_starts_over_what_was_interrupted(finished: Store) -> None:
+    changed = diamond(left={"config": {"value": "new"}, "resumable": True})
+    carry_out(decided(finished, changed), broken=["left"])
+    assert decided(finished, changed)["left"].attempt is not None
+    made = decided(finished, changed, start_from=["left"])
+    assert made["left"].attempt is None and made["left"].follows is None
+
+
 def test_only_takes_exactly_the_named_nodes(finished: Store) -> None:
     changed = diamond(left={"config": {"value": "new"}})
     assert actions(decided(finished, changed, only=["right"])) == {
@@ -242,9 +202,13 @@ def test_the_way_out_covers_every_named_node(store: Store) -> None:
 
 
 def test_unknown_names_are_refused_with_the_nearest(finished: Store) -> None:
-    for option in ("only", "rerun", "keep"):
+    for option, key in (("only", "only"), ("rerun", "rerun"), ("keep", "keep"), ("from", "start_from")):
         with pytest.raises(UserError, match=rf"--{option} lefd: .* no such node .*did you mean left\?"):
-            decided(finished, **{option: ["lefd"]})
+            decided(finished, **{key: ["lefd"]})
+    with pytest.raises(UserError, match="--from left and --keep join exclude"):
+        decided(finished, start_from=["left"], keep=["join"])
+    with pytest.raises(UserError, match="--from left runs all that hangs on this node"):
+        decided(finished, start_from=["left"], only=["left"])
     with pytest.raises(UserError, match="--rerun left: --only leaves this node out"):
         decided(finished, only=["right"], rerun=["left"])
     with pytest.raises(UserError, match="exclude each other"):
@@ -328,4 +292,4 @@ def test_an_older_intact_attempt_serves_when_the_newest_is_damaged(finished: Sto
     ],
 )
 def test_ages(finished_at: str, words: str) -> None:
-    assert _ago(finished_at, now=datetime(2026, 1, 1, 12, tzinfo=UTC)) == words
+    assert attempts.age(finished_at, now=datetime(2026, 1, 1, 12, tzinfo=UTC)) == words

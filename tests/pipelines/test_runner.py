@@ -5,6 +5,7 @@ python -m pytest tests/pipelines/test_runner.py
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -152,12 +153,37 @@ def test_every_node_has_a_process_of_its_own(store: Store, monkeypatch: pytest.M
     assert report.nodes["a"].metrics["pid"] != report.nodes["b"].metrics["pid"]
 
 
-def test_a_node_whose_process_dies_fails_and_is_not_tried_again(store: Store) -> None:
-    report, _ = go(store, [node("a", "die"), node("b")])
-    assert states(report) == {"a": "failed", "b": "executed"}
+def test_a_node_whose_process_dies_is_tried_so_often_and_then_fails(store: Store) -> None:
+    report, lines = go(store, [node("a", "die", max_failures=1), node("b", needs=["a"]), node("c")])
+    assert states(report) == {"a": "failed", "b": "blocked", "c": "executed"}
     assert "WorkerCrashed" in report.nodes["a"].error
     assert "WorkerCrashed" in Path(report.nodes["a"].uri or "", "error.txt").read_text()
-    assert len(attempts.history(store, "a")) == 1
+    assert len(attempts.history(store, "a")) == 2
+    assert "[a] starts: try 2 of 2" in lines
+
+
+def test_a_killed_node_goes_on_in_its_attempt_or_starts_over_in_a_new_one(store: Store) -> None:
+    nodes = [node(name, "die_once", max_failures=3, resumable=name == "goes_on") for name in ("goes_on", "starts_over")]
+    report, _ = go(store, nodes)
+    assert report.ok
+    assert [report.nodes[name].metrics["restarts"] for name in ("goes_on", "starts_over")] == [1, 1]
+    assert len(attempts.history(store, "goes_on")) == 1 and len(attempts.history(store, "starts_over")) == 2
+
+
+def test_waits_grow_between_tries_after_storage_failed(store: Store, tmp_path: Path) -> None:
+    options = {"place": str(tmp_path), "times": 2}
+    report, lines = go(store, [node("a", "hiccup", options=options, max_failures=2, retry_wait_sec=0.25)])
+    assert report.ok and (tmp_path / "tries").read_text() == "xxx"
+    waits = [line.rsplit(" in ", 1)[1] for line in lines if "lost" in line]
+    assert waits == ["0.25 s", "0.5 s"]
+
+
+@pytest.mark.parametrize("mistake", ["full disk", "own error"])
+def test_what_would_fail_again_is_not_tried_again(store: Store, tmp_path: Path, flag: Path, mistake: str) -> None:
+    options = {"place": str(tmp_path), "times": 1, "errno": errno.ENOSPC, "broken": str(flag)}
+    function = "hiccup" if mistake == "full disk" else "fail_while"
+    report, _ = go(store, [node("a", function, options=options, max_failures=3)])
+    assert states(report) == {"a": "failed"} and len(attempts.history(store, "a")) == 1
 
 
 def test_an_unfinished_resumable_attempt_goes_on_in_place(store: Store, flag: Path) -> None:
@@ -282,6 +308,7 @@ def test_mlflow_has_one_run_for_each_node_and_one_curve_over_two_starts(store: S
     assert curve.info.run_id == failed.nodes["b"].mlflow_run_id == done.nodes["b"].mlflow_run_id
     assert curve.info.status == "FINISHED" and curve.data.tags[PARENT_TAG] == second.parent_id
     assert [m.step for m in client.get_metric_history(curve.info.run_id, "step")] == [0, 1, 2]
+    assert curve.data.tags["restarts"] == "1"
     reused, made = sorted(client_runs["a"], key=lambda r: "reused_run" not in r.data.tags)
     assert reused.data.tags["reused_run"] == made.info.run_id == done.nodes["a"].mlflow_run_id
     tags = made.data.tags

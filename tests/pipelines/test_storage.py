@@ -5,7 +5,9 @@ python -m pytest tests/pipelines/test_storage.py
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import pickle
 from pathlib import Path
 
@@ -87,6 +89,29 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeyp
         store.write_bytes("file", b"new")
     assert store.read_bytes("file") == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_call_is_made_again_after_a_hiccup_and_only_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, failures = open_store(tmp_path), [OSError(errno.EIO, "input/output error"), ConnectionResetError("reset")]
+    waits: list[float] = []
+    monkeypatch.setattr(storage.time, "sleep", waits.append)
+    fsync = os.fsync
+
+    def failing(handle: int) -> None:
+        if failures:
+            raise failures.pop(0)
+        fsync(handle)
+
+    monkeypatch.setattr(storage.os, "fsync", failing)
+    store.write_bytes("file", b"new")
+    assert store.read_bytes("file") == b"new" and waits == [0.5, 2.0]
+    failures += [OSError(errno.ENOSPC, "no space left")]
+    with pytest.raises(OSError, match="no space"):
+        store.write_bytes("file", b"newer")
+    failures += [OSError(errno.EIO, "input/output error")] * 9
+    with pytest.raises(OSError, match="input/output"):
+        store.write_bytes("file", b"newer")
+    assert len(waits) == 2 + len(storage._RETRY_SEC) and store.read_bytes("file") == b"new"
 
 
 def test_object_stores_see_one_put_and_no_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

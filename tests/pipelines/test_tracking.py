@@ -74,6 +74,41 @@ def test_a_node_run_holds_what_was_logged(place: Path, tmp_path: Path) -> None:
     assert (place / "mlartifacts").is_dir()
 
 
+def test_history_sent_again_adds_only_what_is_missing(place: Path) -> None:
+    ledger = make_ledger(place)
+    handle = ledger.start_node("train_a", tags={}, params={})
+    points = [{"step": step, "time_ms": 1000 + step, "loss": 2.0 / step, "lr": 0.1} for step in range(1, 2000)]
+    with handle.open() as run:
+        for point in points[:3]:
+            metrics = {key: value for key, value in point.items() if key not in ("step", "time_ms")}
+            run.log_metrics(metrics, step=point["step"], time_ms=point["time_ms"])
+    for _ in range(2):
+        with handle.open() as run:
+            run.log_history(points)
+    ledger.close("FINISHED")
+    assert history(ledger, handle, "loss") == [(point["step"], point["loss"]) for point in points]
+
+
+def test_an_ending_that_the_server_missed_is_told_later(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = make_ledger(place)
+    handle = ledger.start_node("train_a", tags={}, params={})
+    away = True
+
+    def set_terminated(run_id: str, status: str) -> None:
+        if away:
+            raise ConnectionError("away")
+        terminated(run_id, status)
+
+    terminated = ledger._client.set_terminated
+    monkeypatch.setattr(ledger._client, "set_terminated", set_terminated)
+    ledger.finish(handle, "FINISHED")
+    assert client(ledger).get_run(handle.run_id).info.status == "RUNNING"
+    away = False
+    ledger.close("FINISHED")
+    ended = [client(ledger).get_run(run_id).info.status for run_id in (handle.run_id, ledger.parent_id)]
+    assert ended == ["FINISHED", "FINISHED"]
+
+
 def test_a_skipped_node_points_to_the_run_it_reuses(place: Path) -> None:
     ledger = make_ledger(place)
     handle = ledger.reuse_node("train_a", tags={"fingerprint": "f"}, reused_run="run7")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -43,6 +44,25 @@ def pid(context: NodeContext) -> NodeResult:
 def die(context: NodeContext) -> NodeResult:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
+
+
+def hiccup(context: NodeContext) -> NodeResult:
+    """Storage fails options["times"] times, then all is well; other errors of storage with options["errno"]."""
+    tries = Path(context.options["place"], "tries")
+    done = len(tries.read_text()) if tries.exists() else 0
+    tries.write_text("x" * (done + 1))
+    if done < context.options["times"]:
+        raise OSError(context.options.get("errno", errno.EIO), "storage failed")
+    return write(context)
+
+
+def die_once(context: NodeContext) -> NodeResult:
+    """Like count, but its process is killed in the middle of the first try."""
+    for step in range(3):
+        Path(context.out, f"step{step}.txt").touch(exist_ok=True)
+        if step == 1 and context.restarts == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return NodeResult({"steps": "."}, {"restarts": float(context.restarts)})
 
 
 def count(context: NodeContext) -> NodeResult:

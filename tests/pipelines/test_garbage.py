@@ -1,0 +1,125 @@
+"""--gc: what may be deleted and what stays.  python -m pytest tests/pipelines/test_garbage.py"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy.diamond import TOYS, carry_out, decided, diamond
+
+from pipelines import config, garbage, pipeline, plan, start
+from pipelines.errors import UserError
+from pipelines.lock import Lock
+from pipelines.node import Node
+from pipelines.storage import Store, open_store
+
+NEW = {"left": {"config": {"value": "new"}}}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """The whole diamond is up to date."""
+    store = open_store(tmp_path / "run")
+    carry_out(decided(store))
+    return store
+
+
+def found(store: Store, **changes: dict[str, Any]) -> list[str]:
+    return [each.attempt.node for each in garbage.find(decided(store, diamond(**changes)))]
+
+
+def test_nothing_of_a_fresh_run_may_go(store: Store) -> None:
+    assert found(store) == []
+    assert found(store, **NEW) == []  # outdated outputs, each the newest of its node: --keep may adopt them
+
+
+def test_what_was_replaced_may_go_and_the_rest_stays_up_to_date(store: Store) -> None:
+    carry_out(decided(store, rerun=["left"]))
+    old = garbage.find(decided(store))
+    assert [each.attempt.node for each in old] == ["join", "left"]
+    before = sum(file.bytes for file in store.walk())
+    garbage.delete(store, old)
+    assert before - sum(file.bytes for file in store.walk()) == sum(each.bytes for each in old) > 0
+    assert decided(store).will_run == () and found(store) == []
+    assert all(entry.path.count("/") == 4 for entry in store.walk("nodes"))  # node/fingerprint/attempt/file
+
+
+def test_an_output_of_the_present_plan_stays_although_there_is_a_newer_one(store: Store) -> None:
+    carry_out(decided(store, diamond(**NEW)))
+    assert found(store) == []  # the plan uses the older, the newer is the newest
+    carry_out(decided(store, diamond(left={"config": {"value": "newer"}})))
+    assert found(store) == ["join", "left"]  # those of "new": the plan is back at the first, "newer" is the newest
+
+
+def test_an_interrupted_attempt_that_would_go_on_stays(store: Store) -> None:
+    changed = diamond(left={"config": {"value": "new"}, "resumable": True})
+    carry_out(decided(store, changed), broken=["left"])
+    carry_out(decided(store, diamond(left={"config": {"value": "newer"}})))
+
+    def interrupted(nodes: list[Node]) -> list[str]:
+        return [g.line for g in garbage.find(decided(store, nodes)) if g.attempt.success is None]
+
+    assert interrupted(changed) == []
+    (line,) = interrupted(diamond())  # another configuration has no use for it
+    assert line.startswith("left") and "interrupted" in line
+
+
+def test_what_a_kept_output_was_made_from_stays(store: Store) -> None:
+    first = decided(store)["left"].output_id
+    carry_out(decided(store, rerun=["left"], only=["left"]))
+    carry_out(decided(store, diamond(join={"config": {"value": "new"}}), keep=["join"], only=["join"]))
+    assert first not in [g.attempt.attempt for g in garbage.find(decided(store))]
+
+
+def test_an_adopted_output_keeps_its_files(store: Store) -> None:
+    carry_out(decided(store, diamond(**NEW), keep=["left"]))
+    garbage.delete(store, garbage.find(decided(store, diamond(**NEW))))
+    made = decided(store, diamond(**NEW))
+    assert made.will_run == ()
+    assert Path(made["left"].success.output(store).uri, "value.txt").exists()
+
+
+def test_what_is_newer_than_a_running_start_is_not_listed(store: Store) -> None:
+    carry_out(decided(store, rerun=["left"]))
+    old = decided(store)
+    assert garbage.find(old, holder={"since": time.time() - 3600}) == []
+    assert len(garbage.find(old, holder={"since": time.time() + 3600})) == 2
+
+
+@pytest.fixture
+def toy_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """start's functions see the diamond in place of the pipeline's nodes."""
+    monkeypatch.setattr(pipeline, "nodes", lambda config: diamond())
+    monkeypatch.setattr(start.dag, "plan", lambda nodes, store: plan.plan(nodes, store, packages=("toy",), root=TOYS))
+    store = open_store(tmp_path / "runs" / "debug")
+    store.write_text("config.yaml", "name: debug\n")
+    carry_out(decided(store))
+    carry_out(decided(store, rerun=["left"]))
+    return store
+
+
+def test_the_list_is_dry_and_yes_deletes(
+    toy_pipeline: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = config.load("debug", [f"storage={tmp_path / 'runs'}"])
+    before = toy_pipeline.walk()
+    assert start.collect_garbage(chosen, delete=False) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert toy_pipeline.walk() == before and len(listed) == 4
+    size = int(listed[-1].split(", ")[1].split()[0].replace(",", ""))
+    assert listed[-1] == f"to be deleted by --gc --yes: 2 attempts, {size:,} bytes"
+    assert start.collect_garbage(chosen, delete=True) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"deleted: 2 attempts, {size:,} bytes"
+    freed = sum(file.bytes for file in before) - sum(file.bytes for file in toy_pipeline.walk())
+    assert freed == size
+    assert not toy_pipeline.exists("run.lock")
+
+
+def test_nothing_is_deleted_while_a_start_is_running(toy_pipeline: Store, tmp_path: Path) -> None:
+    before = len(toy_pipeline.walk("nodes"))
+    with Lock(toy_pipeline):
+        with pytest.raises(UserError, match="in use by process"):
+            start.collect_garbage(config.load("debug", [f"storage={tmp_path / 'runs'}"]), delete=True)
+    assert len(toy_pipeline.walk("nodes")) == before

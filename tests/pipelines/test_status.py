@@ -1,0 +1,74 @@
+"""--status: what lies in a run folder and what the next start would do.
+
+python -m pytest tests/pipelines/test_status.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from toy.diamond import carry_out, decided, diamond
+
+from pipelines import attempts, status
+from pipelines.lock import Lock
+from pipelines.storage import Store, open_store
+
+CHANGED = {"left": {"config": {"value": "new"}}}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """The whole diamond is up to date."""
+    store = open_store(tmp_path / "run")
+    carry_out(decided(store))
+    return store
+
+
+def rows(store: Store, **changes: dict) -> dict[str, str]:
+    """{node: the rest of its line}"""
+    lines = status.lines(decided(store, diamond(**changes)))
+    assert lines[-5].split() == ["node", "state", "MLflow", "run", "fingerprint", "age", "next", "start"]
+    return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines[-4:]}
+
+
+def test_a_finished_node_shows_run_fingerprint_and_age(store: Store) -> None:
+    (attempt,) = attempts.history(store, "left")
+    shown = rows(store)["left"]
+    assert shown.startswith("up to date") and shown.endswith("skips it")
+    assert attempt.fingerprint in shown and "less than a minute ago" in shown
+
+
+def test_an_outdated_node_says_why_it_would_run(store: Store) -> None:
+    shown = rows(store, **CHANGED)
+    assert shown["left"].startswith("outdated")
+    assert shown["left"].endswith("runs it: config changed: value left -> new")
+    assert shown["join"].endswith("runs it: because left runs") and shown["right"].startswith("up to date")
+
+
+def test_interrupted_failed_and_damaged(store: Store) -> None:
+    carry_out(decided(store, diamond(**CHANGED)), broken=["left"])
+    shown = rows(store, **CHANGED)["left"]
+    (unfinished,) = (a for a in attempts.history(store, "left") if a.success is None)
+    assert shown.startswith("interrupted") and "run7" in shown and unfinished.fingerprint in shown
+    store.write_text(f"{unfinished.folder}/{attempts.ERROR}", "RuntimeError")
+    assert rows(store, **CHANGED)["left"].startswith("failed")
+    (right,) = attempts.history(store, "right")
+    store.delete(f"{right.folder}/value.txt")
+    assert rows(store)["right"].startswith("damaged")
+    assert "value.txt is missing" in rows(store)["right"]
+
+
+def test_what_a_living_start_works_on_is_running(store: Store) -> None:
+    with Lock(store):
+        carry_out(decided(store, diamond(**CHANGED)), broken=["left"])
+        lines = status.lines(decided(store, diamond(**CHANGED)))
+        assert lines[0].startswith("in use by process ")
+        assert rows(store, **CHANGED)["left"].startswith("running")
+    assert rows(store, **CHANGED)["left"].startswith("interrupted")
+
+
+def test_the_status_writes_nothing(store: Store) -> None:
+    before = store.walk()
+    rows(store, **CHANGED)
+    assert store.walk() == before

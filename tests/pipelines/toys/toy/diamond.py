@@ -1,0 +1,71 @@
+"""A diamond of four toy nodes, planned and run in this process, without Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipelines import attempts
+from pipelines.node import Node, NodeContext
+from pipelines.plan import Plan, decide, plan
+from pipelines.progress import Reporter
+from pipelines.storage import Store
+from pipelines.task import Task, adopt, execute
+from pipelines.tracking import RunHandle
+
+TOYS = Path(__file__).parents[1]
+
+
+def diamond(**changes: dict[str, Any]) -> list[Node]:
+    """prepare -> left, right -> join; changes: {node: fields}."""
+    needs = {"prepare": (), "left": ("prepare",), "right": ("prepare",), "join": ("left", "right")}
+    nodes = [Node(name, "toy.nodes:write", above, {"value": name}) for name, above in needs.items()]
+    return [dataclasses.replace(node, **changes.get(node.name, {})) for node in nodes]
+
+
+def decided(store: Store, nodes: Sequence[Node] | None = None, *, root: Path = TOYS, **options: Any) -> Plan:
+    return plan(nodes or diamond(), store, packages=("toy",), root=root, **options)
+
+
+def carry_out(made: Plan, *, broken: Sequence[str] = ()) -> list[str]:
+    """Runs a plan in this process as the runner does, leaving `broken` nodes unfinished; returns what ran."""
+    store, ran = made.store, []
+    outputs = {d.node.name: d.success.output(store) for d in made.decisions if d.success}
+    for decision in made.decisions:
+        node = decision.node
+        if decision.action in ("skip", "not selected") or not all(need in outputs for need in node.needs):
+            continue
+        if decision.fingerprint is None:
+            decision = decide(node, {need: outputs[need].attempt for need in node.needs}, made)
+        assert decision.fingerprint and decision.ingredients is not None
+        if decision.action == "keep":
+            adopt(store, decision.success, fingerprint=decision.fingerprint, ingredients=decision.ingredients, why="x")
+            continue
+        attempt = decision.attempt or attempts.new_attempt_id(decision.known_attempts)
+        folder = attempts.attempt_folder(node.name, decision.fingerprint, attempt)
+        if node.name in broken:
+            now = attempts.utc_now()
+            started = json.dumps({"ingredients": decision.ingredients, "starts": [now], "mlflow_run_id": "run7"})
+            store.write_text(f"{folder}/{attempts.STARTED}", started)
+            continue
+        context = NodeContext(
+            node=node.name,
+            fingerprint=decision.fingerprint,
+            attempt=attempt,
+            config=node.config,
+            options=node.options,
+            inputs={need: outputs[need] for need in node.needs},
+            out=store.uri_of(folder),
+            run=RunHandle(),
+            progress=Reporter(node.name),
+            fresh=decision.attempt is None,
+        )
+        upstream = {need: outputs[need].attempt for need in node.needs}
+        outcome = execute(Task(store, node.function, context, upstream, decision.ingredients, "unknown"))
+        assert outcome.success is not None, outcome.error
+        outputs[node.name] = outcome.success.output(store)
+        ran.append(node.name)
+    return ran
