@@ -48,3 +48,14 @@ def ray_session() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Storage with a data set of config debug and one training that nothing interrupted, to compare others with."""
+    from toy import training
+
+    storage = tmp_path_factory.mktemp("unbroken")
+    training.finish(training.launch(storage, script="prepare_data.py"))
+    training.finish(training.launch(storage))
+    return storage

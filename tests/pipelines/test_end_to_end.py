@@ -66,6 +66,11 @@ def test_first_start_runs_every_node(first: subprocess.CompletedProcess[str], st
         assert f"[{node}]" in first.stdout, "every node shows its progress"
 
 
+def test_stages_train_at_the_same_time(first: subprocess.CompletedProcess[str], storage: Path) -> None:
+    found = [json.loads(path.read_text()) for path in (storage / "debug/nodes").glob("train_*/*/*/_SUCCESS.json")]
+    assert max(entry["started"] for entry in found) < min(entry["finished"] for entry in found)
+
+
 def test_it_ends_with_bits_per_dim_and_where_to_look(first: subprocess.CompletedProcess[str], storage: Path) -> None:
     rows = {name: re.search(rf"{name}\D+([\d.]+)\D+([\d.]+)\D+([\d.]+)", first.stdout) for name in ("total",)}
     assert rows["total"], first.stdout[-2000:]

@@ -1,15 +1,31 @@
-"""Which errors count as faults of the infrastructure.  python -m pytest tests/pipelines/test_faults.py"""
+"""Faults: which errors count as the infrastructure's, and a training that meets one after another.
+
+python -m pytest tests/pipelines/test_faults.py
+"""
 
 from __future__ import annotations
 
 import errno
+import json
+import os
 import pickle
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
+from mlflow.entities import Run
+from mlflow.tracking import MlflowClient
 from ray.data.exceptions import UserCodeException
 from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayTaskError, WorkerCrashedError
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
+from toy import training
+from toy.training import MlflowServer
 
 from pipelines.errors import UserError
 from pipelines.faults import is_infrastructure
@@ -73,3 +89,114 @@ def test_an_error_that_the_code_made_of_another_is_its_own() -> None:
             raise ValueError("photo.jpg cannot be read") from error
     except ValueError as error:
         assert not is_infrastructure(error)
+
+
+OUT_OF_MEMORY = """
+import os, sys
+from pathlib import Path
+os.environ["RAY_memory_usage_threshold"] = "0"  # Ray's monitor finds the machine out of memory whatever is used
+from pipelines import cluster, dag, progress, storage, tracking
+session = cluster.connect(num_cpus=1, python_path=(Path(sys.argv[1]),))
+node = dag.Node("a", "toy.nodes:wait_for_ever", options={"place": sys.argv[2]}, max_failures=1)
+plan = dag.plan([node], storage.open_store(sys.argv[2]), packages=("toy",), root=Path(sys.argv[1]))
+report = dag.run(plan, cluster=session, ledger=tracking.silent_ledger(), display=progress.PlainDisplay())
+print("END", report.nodes["a"].state, report.nodes["a"].error)
+"""
+
+
+@pytest.mark.slow
+def test_a_node_killed_for_want_of_memory_is_tried_again(tmp_path: Path) -> None:
+    toys = Path(__file__).parent / "toys"
+    command = [sys.executable, "-c", OUT_OF_MEMORY, str(toys), str(tmp_path)]
+    done = subprocess.run(command, env=training.environment(), capture_output=True, text=True, timeout=120)
+    lost = [line for line in done.stdout.splitlines() if "lost (OutOfMemoryError" in line]
+    assert len(lost) == 1 and "[a] starts: try 2 of 2" in done.stdout, done.stdout + done.stderr
+    assert "END failed OutOfMemoryError" in done.stdout
+
+
+@pytest.fixture
+def mlflow_server(tmp_path: Path) -> Iterator[MlflowServer]:
+    server = MlflowServer(tmp_path / "mlflow").start()
+    yield server
+    server.kill()
+
+
+def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def assert_all_end(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    assert not alive, f"left behind: {alive}"
+
+
+@pytest.mark.slow
+def test_a_training_that_meets_every_fault_ends_as_if_there_had_been_none(
+    unbroken: Path, tmp_path: Path, mlflow_server: MlflowServer
+) -> None:
+    """Killed worker, MLflow away, Ctrl-C, killed driver: one attempt, one MLflow run, the very same weights."""
+    training.copy_data(unbroken, tmp_path)
+    options = [f"tracking.uri={mlflow_server.uri}", "resources.retry_wait_sec=0.5"]
+
+    run = training.launch(tmp_path, *options)
+    training.wait_for_step(tmp_path, 20, run)
+    for worker in training.train_workers(run.pid):
+        worker.kill()
+    training.wait_for_step(tmp_path, 60, run)  # it went on from a checkpoint
+    mlflow_server.kill()
+    training.wait_for_step(tmp_path, 100, run)  # MLflow is away: training does not care
+    mlflow_server.start()
+    processes = family(run)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal sends Ctrl-C: to the whole group
+    output = training.finish(run, code=130)
+    assert "lost (" in output and "starts: try 2 of 4" in output
+    assert "interrupted; the same command goes on from here" in output and "Traceback" not in output
+    assert_all_end(processes)
+    assert not (tmp_path / "debug/run.lock").exists()
+    client = MlflowClient(mlflow_server.uri)
+    (interrupted,) = runs_of(client, training.NODE)
+    assert interrupted.info.status == "KILLED"
+
+    run = training.launch(tmp_path, *options)
+    stopped_at = training.committed(tmp_path)
+    training.wait_for_step(tmp_path, stopped_at + 20, run)
+    workers = training.train_workers(run.pid)
+    run.kill()
+    run.wait()
+    assert_all_end(workers)  # without its driver a session ends by itself, Ray's own agents up to minutes later
+
+    output = training.finish(training.launch(tmp_path, *options))
+    assert re.search(r"train_size_upscale +run +attempt \S+ was interrupted; continues it", output), output
+    assert re.search(r"prepare_data +- +not selected; up to date", output)
+    (attempt,) = training.attempts(tmp_path)
+    assert training.weights(attempt) == training.weights(*training.attempts(unbroken))
+    (done,) = runs_of(client, training.NODE)
+    assert done.info.run_id == interrupted.info.run_id and done.info.status == "FINISHED"
+    assert done.data.tags["restarts"] == "3"
+    marks = client.get_metric_history(done.info.run_id, "restarts")
+    assert [mark.value for mark in marks] == [1, 2, 3] and sorted(mark.step for mark in marks) == [
+        m.step for m in marks
+    ]
+    assert loss_curve(client, done) == reference_curve(unbroken)
+
+    again = training.finish(training.launch(tmp_path, *options))
+    assert re.search(r"train_size_upscale +skip +up to date", again)
+
+
+def runs_of(client: MlflowClient, node: str) -> list[Run]:
+    """The node's runs that did some work."""
+    experiment = client.get_experiment_by_name("debug")
+    found = client.search_runs([experiment.experiment_id], f"tags.node = '{node}'")
+    return [run for run in found if "reused_run" not in run.data.tags]
+
+
+def loss_curve(client: MlflowClient, run: Run) -> list[tuple[int, float]]:
+    """Steps done twice, before and after an interruption, must have given the same number."""
+    points = client.get_metric_history(run.info.run_id, "train/bits_per_dim")
+    return sorted({(point.step, point.value) for point in points})
+
+
+def reference_curve(storage: Path) -> list[tuple[int, float]]:
+    (attempt,) = training.attempts(storage)
+    history = json.loads((attempt / "history.json").read_text())
+    return [(entry["step"], entry["train/bits_per_dim"]) for entry in history if "train/bits_per_dim" in entry]

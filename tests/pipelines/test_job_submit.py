@@ -25,6 +25,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from mlflow.tracking import MlflowClient
+
+from pipelines import full_multidim
 
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -76,6 +79,19 @@ class Head:
         # The command's own exit code says only whether the job failed.
         return Job(status=info["status"], exit_code=info["driver_exit_code"], log=done.stdout)
 
+    def start(self, *command: str) -> str:
+        """`ray job submit` without waiting for the end; returns the job's name."""
+        name = f"job-{uuid.uuid4().hex[:8]}"
+        self.ray("submit", "--submission-id", name, "--no-wait", "--working-dir", ".", "--", *command)
+        return name
+
+    def ray(self, verb: str, *arguments: str) -> str:
+        """What `ray job VERB` prints."""
+        line = [RAY, "job", verb, "--address", self.url, *arguments]
+        return subprocess.run(
+            line, cwd=ROOT, env=self.env, check=True, timeout=120, text=True, capture_output=True
+        ).stdout
+
 
 def free_ports(count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
@@ -97,6 +113,13 @@ def processes_with(mark: str) -> list[psutil.Process]:
         except psutil.Error:  # gone meanwhile, or another user's
             continue
     return found
+
+
+def is_trainer(process: psutil.Process) -> bool:
+    try:
+        return "RayTrainWorker" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +185,12 @@ def stop(starter: subprocess.Popen, *, mark: str) -> None:
     psutil.wait_procs(left, timeout=10)
 
 
-def test_the_pipeline_runs_as_a_job(head: Head, tmp_path: Path) -> None:
-    storage = tmp_path / "runs"
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("storage") / "runs"
+
+
+def test_the_pipeline_runs_as_a_job(head: Head, storage: Path) -> None:
     command = ["python", "pipelines/full_multidim.py", "--config", "debug", f"storage={storage}"]
     job = head.submit(*command, timeout_sec=900)
 
@@ -174,6 +201,36 @@ def test_the_pipeline_runs_as_a_job(head: Head, tmp_path: Path) -> None:
     assert (storage / "debug" / "report.html").is_file()
     # Progress of long work, in lines that a log can hold: so many of so many, and the speed.
     assert re.search(r"\d[\d,_]*\s*/\s*\d[\d,_]*.*/s", job.log), job.log
+
+
+def test_a_stopped_job_leaves_a_run_folder_that_goes_on(
+    head: Head, storage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["train.num_steps=100_000", "train.eval_every_steps=20", "train.checkpoint_every_steps=20"]
+    options = ["--config", "debug", f"storage={storage}", *options]
+    node = storage / "debug" / "nodes" / "train_size_upscale"
+    before = set(node.glob("*/*"))
+    name = head.start("python", "pipelines/train_stage.py", "--stage", "size_upscale", *options)
+    deadline = time.monotonic() + 180
+    while not list(node.glob("*/*/*/step-00000020")):
+        assert time.monotonic() < deadline, head.ray("logs", name)
+        time.sleep(0.2)
+    head.ray("stop", name)
+    while head.ray("status", name).count("STOPPED") == 0:
+        assert time.monotonic() < deadline, head.ray("logs", name)
+
+    assert not (storage / "debug" / "run.lock").exists()
+    deadline = time.monotonic() + 30
+    while trainers := [process for process in processes_with(str(head.folder)) if is_trainer(process)]:
+        assert time.monotonic() < deadline, f"left behind: {trainers}"
+        time.sleep(0.2)
+    client = MlflowClient(f"sqlite:///{storage}/debug/mlflow.db")
+    experiment = client.get_experiment_by_name("debug")
+    newest = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])
+    assert [run.info.status for run in newest if run.info.status != "FINISHED"] == ["KILLED", "KILLED"]
+    (attempt,) = set(node.glob("*/*")) - before
+    assert full_multidim.main([*options, "--dry-run"]) == 0
+    assert f"attempt {attempt.name} was interrupted; continues it" in capsys.readouterr().out
 
 
 def test_the_upload_is_the_code_alone(head: Head) -> None:
