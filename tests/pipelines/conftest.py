@@ -56,6 +56,6 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from toy import training
 
     storage = tmp_path_factory.mktemp("unbroken")
-    training.finish(training.launch(storage, script="prepare_data.py"))
-    training.finish(training.launch(storage))
+    only = f"--only=prepare_data,{training.NODE}"
+    training.finish(training.launch(storage, only, script="full_multidim.py"))
     return storage

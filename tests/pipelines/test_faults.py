@@ -179,7 +179,7 @@ def test_a_training_that_meets_every_fault_ends_as_if_there_had_been_none(
     ]
     assert loss_curve(client, done) == reference_curve(unbroken)
 
-    again = training.finish(training.launch(tmp_path, *options))
+    again = training.finish(training.launch(tmp_path, *options, "--dry-run"))
     assert re.search(r"train_size_upscale +skip +up to date", again)
 
 
