@@ -31,7 +31,7 @@ from pipelines.storage import Store, open_store
 
 pytestmark = pytest.mark.slow
 # Two of these workers do not fit on one node of one CPU, and two stages not on both nodes.
-WORKERS = ["resources.num_workers=2", "resources.cpus_per_worker=0.75", "resources.retry_wait_sec=0.5"]
+WORKERS = ["train.num_steps=120", "resources.num_workers=2", "resources.cpus_per_worker=0.75"]
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def s3() -> Iterator[tuple[str, str, Proxy]]:
 
 
 def launch(cluster: Any, storage: Path | str, server: MlflowServer, *arguments: str) -> subprocess.Popen[str]:
-    options = [*WORKERS, f"tracking.uri={server.uri}", "bits=[8]", *arguments]
+    options = [*WORKERS, "resources.retry_wait_sec=0.5", f"tracking.uri={server.uri}", "bits=[8]", *arguments]
     variables = {"RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     return training.launch(storage, *options, script="full_multidim.py", **variables)
 
