@@ -92,7 +92,7 @@ def train_stream(
     rows_per_block     None for one consumer. For n workers: global batch / n; then streaming_split(n, equal=True)
                        hands block after block to worker after worker, so that their union is the global batch.
                        start_row and num_rows must then be multiples of the global batch
-    num_cpus_per_task  logical CPUs of a read task; keep it small on a machine whose CPUs the workers have taken
+    num_cpus_per_task  logical CPUs of a read task; 0 where the workers may have taken all
     num_read_tasks     read tasks that may run at once
 
     Columns: key string, px (R * R * 3 bytes), epoch int32, position int64 (in the stream). Order is kept when the

@@ -30,8 +30,9 @@ from toy.training import NODE, MlflowServer
 from pipelines.storage import Store, open_store
 
 pytestmark = pytest.mark.slow
-# Two of these workers do not fit on one node of one CPU, and two stages not on both nodes.
-WORKERS = ["train.num_steps=120", "resources.num_workers=2", "resources.cpus_per_worker=0.75"]
+# Two of these workers do not fit on one node of one CPU, and two stages not on both nodes. What they leave over on each
+# is less than the share of a CPU that is set aside for reading.
+WORKERS = ["train.num_steps=120", "resources.num_workers=2", "resources.cpus_per_worker=0.85"]
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +182,7 @@ def test_workers_are_on_different_nodes_and_stages_wait_for_their_cpus(undisturb
     store, used = undisturbed
     assert used == 2
     trains = [entry for node, entry in finished(store).items() if node.startswith("train_")]
+    assert len(trains) == 2
     first, second = sorted(trains, key=lambda entry: entry["started"])
     assert first["finished"] <= second["started"], "both together need more CPUs than there are"
 
