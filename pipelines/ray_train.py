@@ -73,8 +73,8 @@ def fit_stage(context: NodeContext, *, dataset: str) -> Fitted:
         resolution=model.image_size,
         bits=context.config["stored_bits"],
         seed=context.config["seed"],
-        # The node's cost sets CPUs aside for reading. The tasks ask for none: what workers leave over may be spread over
-        # machines in parts that are too small for any of them, and they would wait for ever.
+        # The node's cost sets CPUs aside for reading, but the tasks ask for none: what workers leave over may be spread
+        # over machines in parts that are too small for any of them, and they would wait for ever.
         num_cpus_per_task=0,
     )
     num_valid = min(train.num_valid_images or images.num_images("valid"), images.num_images("valid"))

@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -74,8 +75,7 @@ class Head:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        with urllib.request.urlopen(f"{self.url}/api/jobs/{name}") as reply:
-            info = json.load(reply)
+        info = self.info(name)
         # The command's own exit code says only whether the job failed.
         return Job(status=info["status"], exit_code=info["driver_exit_code"], log=done.stdout)
 
@@ -84,6 +84,11 @@ class Head:
         name = f"job-{uuid.uuid4().hex[:8]}"
         self.ray("submit", "--submission-id", name, "--no-wait", "--working-dir", ".", "--", *command)
         return name
+
+    def info(self, name: str) -> dict[str, Any]:
+        """What the Jobs API says of a job: status, driver_exit_code, ..."""
+        with urllib.request.urlopen(f"{self.url}/api/jobs/{name}") as reply:
+            return json.load(reply)
 
     def ray(self, verb: str, *arguments: str) -> str:
         """What `ray job VERB` prints."""
@@ -216,8 +221,10 @@ def test_a_stopped_job_leaves_a_run_folder_that_goes_on(
         assert time.monotonic() < deadline, head.ray("logs", name)
         time.sleep(0.2)
     head.ray("stop", name)
-    while head.ray("status", name).count("STOPPED") == 0:
+    while head.info(name)["status"] == "RUNNING":
         assert time.monotonic() < deadline, head.ray("logs", name)
+        time.sleep(0.2)
+    assert head.info(name)["status"] == "STOPPED"
 
     assert not (storage / "debug" / "run.lock").exists()
     deadline = time.monotonic() + 30
