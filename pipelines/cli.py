@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from pipelines.config import ExperimentConfig, load, nearest, preset_names, stage_names
 from pipelines.errors import UserError
+from pipelines.masking import masked_output
 from pipelines.start import collect_garbage, show_status, start
 
 UNUSABLE, INTERRUPTED = 2, 130
@@ -47,15 +48,16 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_guarded(command: Callable[[], int]) -> int:
-    """The command's exit code; a user's mistake is one line on stderr, without a traceback."""
-    try:
-        return command()
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return UNUSABLE
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        return INTERRUPTED
+    """The command's exit code; a user's mistake is one line on stderr, without a traceback. No secret is printed."""
+    with masked_output():
+        try:
+            return command()
+        except UserError as error:
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            return UNUSABLE
+        except KeyboardInterrupt:
+            print("interrupted; the same command goes on from here", file=sys.stderr)
+            return INTERRUPTED
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "full_multidim.py", only: Sequence[str] = ()) -> int:

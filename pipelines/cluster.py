@@ -167,8 +167,6 @@ def _join(python_path: tuple[Path, ...]) -> None:
     job = json.loads(os.environ.get(_JOB_CONFIG, "{}")).get("runtime_env") or {}
     theirs = job.get("env_vars") or {}
     ours = {key: os.environ[key] for key in (*_EVERYWHERE, "SPN_GIT_COMMIT")}
-    if os.environ.get("MLFLOW_TRACKING_URI"):
-        ours["MLFLOW_TRACKING_URI"] = os.environ["MLFLOW_TRACKING_URI"]
     if "working_dir" not in job:  # with one, Ray puts its copy on every worker's path itself
         ours["PYTHONPATH"] = os.pathsep.join(str(path) for path in python_path)
     # Ray refuses a variable that the job sets too; the job's own value stands.

@@ -1,4 +1,4 @@
-"""Parameters by part and stage, FLOPs a slice, memory and batch sizes of a config: no weights, no data, no training.
+"""Parameters, FLOPs, memory, batch sizes and GPU-hours of a config's stages: no weights, no data, no training.
 
     python pipelines/describe.py --config imagenet128 [--json] [key.sub=value ...]
 
@@ -28,6 +28,10 @@ from pipelines.config import (
     train_node,
 )
 
+# What GPU-hours rest on: the share of the card's FLOP/s (spn.flops) that training reaches. Measured on the presets'
+# networks: 0.52 to 0.57 (benchmarks/results/train/); validation, checkpoints and waiting for data come out of the rest.
+CARD, MFU = "H100", 0.5
+
 # Parameters that the paper states: table 4 by data set, appendix C for the first slice of ImageNet 128.
 PAPER_PARAMETERS = {
     "imagenet32": {"baseline": 150e6, "size_upscale": 150e6},
@@ -43,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    parser = cli.Parser(prog="describe.py", description="Parameters, FLOPs, memory and batch sizes of a config.")
+    parser = cli.Parser(prog="describe.py", description="Parameters, FLOPs, memory, batch sizes and GPU-hours.")
     cli.add_config_arguments(parser)
     parser.add_argument("--json", action="store_true", help="machine-readable")
     arguments = parser.parse_intermixed_args(argv)
@@ -53,15 +57,17 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def describe(config: ExperimentConfig) -> dict[str, Any]:
-    """{"config": name, "stages": {stage: parameters, FLOPs, memory and batch of one stage}}."""
-    return {"config": config.name, "stages": {stage: describe_stage(config, stage) for stage in stage_names(config)}}
+    """{"config": name, "stages": {stage: parameters, FLOPs, memory, batch, cost}, "gpu_hours": of all stages}."""
+    stages = {stage: describe_stage(config, stage) for stage in stage_names(config)}
+    total = sum(found["cost"]["gpu_hours"] for found in stages.values())
+    return {"config": config.name, "stages": stages, "gpu_hours": total}
 
 
 def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
     """Counts of one network. FLOPs are dense: masked weights and masked attention count as if they were not."""
     import torch
 
-    from spn.flops import forward_flops
+    from spn.flops import PEAK_FLOPS, forward_flops
     from spn.model import SPN, parameter_counts
 
     model_config, train = stage_model_config(config, stage), stage_train_config(config, stage)
@@ -94,6 +100,7 @@ def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
     state_bytes = counts["total"] * 4 * (1 + 1 + 1 + 2)
     slice_bytes = sum(size for storage, size in sizes.items() if storage not in no_activations)
     forward, useful = forward_flops(model_config)
+    total_flops = 3 * forward * train.batch_size * train.num_steps
     return {
         "parameters": {"total": counts.pop("total"), **counts},
         "paper_parameters": PAPER_PARAMETERS.get(config.name, {}).get(stage),
@@ -111,13 +118,21 @@ def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
             "micro_batch_size": plan.micro_batch_size,
             "accumulation": plan.accumulation,
         },
+        "cost": {
+            "num_steps": train.num_steps,
+            "training_flops": total_flops,
+            "card": CARD,
+            "peak_flops": PEAK_FLOPS[CARD],
+            "mfu": MFU,
+            "gpu_hours": total_flops / (MFU * PEAK_FLOPS[CARD]) / 3600,
+        },
     }
 
 
 def as_text(description: dict[str, Any]) -> str:
     lines = [f"config {description['config']}"]
     for stage, found in description["stages"].items():
-        counts, memory, batch = dict(found["parameters"]), found["memory"], found["batch"]
+        counts, memory, batch, cost = dict(found["parameters"]), found["memory"], found["batch"], found["cost"]
         total, paper = counts.pop("total"), found["paper_parameters"]
         lines.append("")
         lines.append(f"{stage}: {total:,} parameters" + (f" (paper: ~{paper / 1e6:.0f}M)" if paper else ""))
@@ -135,7 +150,20 @@ def as_text(description: dict[str, Any]) -> str:
             f"  batch of {batch['batch_size']} slices = {batch['num_workers']} workers x {batch['micro_batch_size']} "
             f"slices x {batch['accumulation']} accumulated"
         )
+        lines.append(
+            f"  {cost['num_steps']:,} steps: {cost['training_flops']:.2e} FLOPs, about {_hours(cost['gpu_hours'])} "
+            f"GPU-hours, {_hours(cost['gpu_hours'] / batch['num_workers'])} hours on {batch['num_workers']} GPUs"
+        )
+    lines.append("")
+    lines.append(
+        f"all stages: about {_hours(description['gpu_hours'])} GPU-hours of an {cost['card']}, if training in bfloat16 "
+        f"reaches {cost['mfu']:.0%} of {cost['peak_flops'] / 1e12:.0f} TFLOP/s (assumed)"
+    )
     return "\n".join(lines)
+
+
+def _hours(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 if __name__ == "__main__":

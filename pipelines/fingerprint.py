@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipelines.masking import mask_uris
+
 PACKAGES = ("spn", "data_prep", "pipelines")
 ROOT = Path(__file__).resolve().parents[1]  # the folder that holds the packages
 SCHEMA = 1  # a higher number makes every node run again
@@ -24,11 +26,14 @@ _MAX_CHANGES = 4  # named in an explanation; the rest is counted
 def canonical(value: Any, *, where: str = "config") -> Any:
     """Plain JSON value of a config value: dataclasses and mappings as dicts, sequences as lists, paths as strings.
 
+    Without logins and tokens of URIs: they are written down beside outputs, and new ones change no result.
     Raises ValueError naming the place for values without a meaning outside this process (objects, functions).
     """
     if isinstance(value, enum.Enum):
         return canonical(value.value, where=where)
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, str):
+        return mask_uris(value)
+    if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)

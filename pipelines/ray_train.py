@@ -182,8 +182,11 @@ def train_worker(settings: dict[str, Any]) -> None:
     if config.compile:
         forward = torch.compile(forward)
     flops_per_slice, peak = speed_limits(model_config, device)
-    run = settings["run"].open() if rank == 0 else None
-    if run is not None and settings["restarts"]:
+    # Rank 0 logs the training; the first worker of every other machine opens the run for that machine's numbers alone.
+    run = settings["run"].open() if workers.get_local_rank() == 0 else None
+    if run is not None:
+        run.watch_machine(lambda: state.step, name="" if rank == 0 else f"node_{workers.get_node_rank()}")
+    if rank == 0 and settings["restarts"]:
         run.log_history(history)  # what an earlier process had measured and perhaps not sent
         run.log_metrics({"restarts": float(settings["restarts"])}, step=state.step)
     progress, last_score = settings["progress"], ""
@@ -202,7 +205,7 @@ def train_worker(settings: dict[str, Any]) -> None:
             metrics = {**metrics, "train/mfu": achieved / peak}
         now = int(time.time() * 1000)
         history.append({"step": step, "time_ms": now, **metrics})
-        if run is not None:
+        if rank == 0:
             run.log_metrics(metrics, step=step, time_ms=now)
 
     def on_checkpoint(state: TrainState, metrics: dict[str, float]) -> None:

@@ -23,6 +23,7 @@ from pipelines.cluster import ClusterInfo
 from pipelines.faults import is_infrastructure
 from pipelines.git import git_commit
 from pipelines.lock import Lock
+from pipelines.masking import mask
 from pipelines.node import Node, NodeContext, NodeOutput
 from pipelines.plan import KEEP, NOT_SELECTED, RUN, SKIP, WAIT, Decision, Plan, decide
 from pipelines.progress import Hub, LiveDisplay, PlainDisplay, clock
@@ -281,7 +282,8 @@ class _Engine:
             outcome: Outcome = self.ray.get(reference)
         except self.ray.exceptions.RayError as error:  # its process died: nobody else could write this down
             with contextlib.suppress(OSError):
-                self.plan.store.write_text(posixpath.join(folder, attempts.ERROR), f"{type(error).__name__}: {error}\n")
+                text = mask(f"{type(error).__name__}: {error}\n")
+                self.plan.store.write_text(posixpath.join(folder, attempts.ERROR), text)
             outcome = Outcome(None, one_line(error), is_infrastructure(error))
         seconds = time.monotonic() - running.since
         self.display.end(node.name)

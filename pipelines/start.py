@@ -16,6 +16,7 @@ from pipelines.config import ExperimentConfig, resolve_storage, to_yaml
 from pipelines.errors import UserError
 from pipelines.git import git_commit
 from pipelines.lock import Lock
+from pipelines.masking import mask_uris
 from pipelines.storage import Store, check_run_folder, claim_run_folder, join, open_store
 
 DONE, NODE_FAILED = 0, 1
@@ -51,7 +52,7 @@ def start(
     try:
         dag.check_fits(plan, session)
         with _locked(store) as lock:
-            claim_run_folder(store, name=config.name, config_yaml=to_yaml(config))
+            claim_run_folder(store, name=config.name, config_yaml=mask_uris(to_yaml(config)))
             plan = dag.plan(nodes, store, **chosen)  # as it is now that nobody else writes
             print("\n".join(plan.lines()), flush=True)
             report, uri = _run(plan, config, session, store, lock)

@@ -19,6 +19,7 @@ from pipelines import attempts, tracking
 from pipelines.attempts import Success
 from pipelines.errors import UserError
 from pipelines.faults import is_infrastructure
+from pipelines.masking import Masked, mask
 from pipelines.node import NodeContext, NodeResult
 from pipelines.storage import Store
 
@@ -113,7 +114,7 @@ def kept_log(store: Store, file: str) -> Iterator[None]:
             if store.exists(file):
                 store.download(file, local)
             stack.callback(lambda: store.upload(local, file))
-        stream = stack.enter_context(local.open("a", encoding="utf-8", errors="replace", buffering=1))
+        stream = Masked(stack.enter_context(local.open("a", encoding="utf-8", errors="replace", buffering=1)))
         stack.enter_context(contextlib.redirect_stdout(_Tee(stream, sys.stdout)))
         stack.enter_context(contextlib.redirect_stderr(_Tee(stream, sys.stderr)))
         handler = logging.StreamHandler(stream)
@@ -136,7 +137,8 @@ class _Tee:
     def write(self, text: str) -> int:
         if not self._file.closed:  # a thread may print after its node has ended
             self._file.write(text)
-        return self._stream.write(text)
+        self._stream.write(mask(text))
+        return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -150,13 +152,13 @@ def _function(name: str) -> Any:
 def _failed(task: Task, error: BaseException, text: str) -> Outcome:
     lost = is_infrastructure(error)
     with contextlib.suppress(OSError) if lost else contextlib.nullcontext():  # it may be storage that is away
-        task.store.write_text(posixpath.join(task.folder, attempts.ERROR), text)
+        task.store.write_text(posixpath.join(task.folder, attempts.ERROR), mask(text))
     return Outcome(None, one_line(error), lost)
 
 
 def one_line(error: BaseException) -> str:
-    """The error as the plan's lines and the summary show it; a UserError speaks for itself."""
-    message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    """The error as the plan's lines and the summary show it; a UserError speaks for itself. Without secrets."""
+    message = mask(next((line.strip() for line in str(error).splitlines() if line.strip()), ""))
     if isinstance(error, UserError):
         return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__

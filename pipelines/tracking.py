@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import atexit
 import collections
+import json
 import logging
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote, urlsplit
 
 import numpy as np
 
-from pipelines import fingerprint
+from pipelines import fingerprint, registry
+from pipelines.masking import mask, mask_uris, plain_uri
 from pipelines.storage import Store
 
 if TYPE_CHECKING:
@@ -41,18 +43,43 @@ _MAX_WAITING = 10_000  # calls kept while the server is away; the oldest go firs
 _RETRY_SEC = (1, 2, 5, 10, 30)
 _CLOSE_SEC = 20.0  # how long closing a run waits for what was not sent yet
 PARENT_TAG = "mlflow.parentRunId"
+UI = "http://127.0.0.1:5000"  # where `make ui` and `ui_command` show a SQLite file
+# A server's login, as MLflow itself reads it.
+_USER, _PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
+_LOGIN = (_USER, _PASSWORD, "MLFLOW_TRACKING_TOKEN")
 
 
 @dataclass(frozen=True)
 class RunHandle:
-    """Points to an MLflow run; without run_id it points nowhere and opens a silent run. Picklable."""
+    """Points to an MLflow run; without run_id it points nowhere and opens a silent run. Picklable.
+
+    It carries the server's login to other machines: Ray shows environment variables of a job to everybody who may look
+    at its dashboard, and this to nobody.
+    """
 
     uri: str = ""
     run_id: str | None = None
+    experiment_id: str | None = None
+    login: Mapping[str, str] = field(default_factory=dict, compare=False)  # environment variables
+
+    def __repr__(self) -> str:
+        return f"RunHandle({mask(self.uri)!r}, {self.run_id!r})"
 
     def open(self) -> NodeRun:
         """The run, to log to. Close it, or use it in a `with` block."""
         return NodeRun(self) if self.uri and self.run_id else NullRun()
+
+    def at(self, run_id: str | None) -> RunHandle:
+        """Another run of the same experiment; nowhere if there is none, or if this handle points nowhere."""
+        return replace(self, run_id=run_id) if self.run_id and run_id else RunHandle()
+
+    def link(self, run_id: str) -> str:
+        """Address of a run of this experiment in the UI."""
+        return f"{_ui_of(self.uri)}/?workflowType=machine_learning#/experiments/{self.experiment_id}/runs/{run_id}"
+
+    def compare_link(self, run_ids: Iterable[str]) -> str:
+        """Address of the UI's compare page over runs of this experiment."""
+        return compare_link(_ui_of(self.uri), run_ids=run_ids, experiment_id=self.experiment_id or "")
 
 
 class NodeRun:
@@ -69,6 +96,9 @@ class NodeRun:
         self._closing = False
         self._busy = False
         self._lost = 0
+        self._watch: _MachineWatch | None = None
+        for name, value in handle.login.items():
+            os.environ.setdefault(name, value)
         self._thread = threading.Thread(target=self._send_all, name="mlflow", daemon=True)
         self._thread.start()
         _open_runs.add(self)
@@ -121,7 +151,32 @@ class NodeRun:
         self._put(lambda client: client.log_artifact(self.handle.run_id, str(path), folder))
 
     def log_text(self, text: str, file: str) -> None:
-        self._put(lambda client: client.log_text(self.handle.run_id, text, file))
+        self._put(lambda client: client.log_text(self.handle.run_id, mask(text), file))
+
+    def log_dataset(
+        self, *, name: str, digest: str, uri: str, context: str, shape: Sequence[int], profile: Mapping[str, Any]
+    ) -> None:
+        """uint8 images that the run read. digest: at most 36 characters; context: what for, e.g. "training"."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        scheme = uri.partition("://")[0] if "://" in uri else "local"
+        source = json.dumps({"uri": plain_uri(uri)})
+        pixels = {"name": "px", "type": "tensor", "tensor-spec": {"dtype": "uint8", "shape": list(shape)}}
+        schema = {"mlflow_tensorspec": {"features": json.dumps([pixels]), "targets": None}}
+        data = Dataset(name, digest, scheme, source, json.dumps(schema), json.dumps(dict(profile)))
+        tagged = DatasetInput(data, [InputTag("mlflow.data.context", context)])
+        self._put(lambda client: client.log_inputs(self.handle.run_id, datasets=[tagged]))
+
+    def register_model(self, model: registry.StageModel) -> None:
+        """The network that this run trained as a version in the model registry, with its aliases."""
+        self._put(lambda client: registry.record(client, self.handle.run_id, model))
+
+    def watch_machine(self, step: Callable[[], int], *, name: str = "") -> None:
+        """Until the run is closed: CPU, memory, disk, network and GPUs of this machine as system/<metric>.
+
+        step: of the training, so that these curves lie beside the others. name: of the machine, as system/<name>/....
+        """
+        self._watch = _MachineWatch(self, step, prefix=f"system/{name}/" if name else "system/")
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         entities = _tags(tags)
@@ -138,6 +193,8 @@ class NodeRun:
 
     def close(self) -> None:
         """Flushes and stops; what could not be sent is counted in one warning."""
+        if self._watch is not None:
+            self._watch.stop()
         sent = self.flush()
         with self._wake:
             self._closing = True
@@ -145,7 +202,7 @@ class NodeRun:
             self._wake.notify_all()
         _open_runs.discard(self)
         if not sent or self._lost:
-            log.warning("MLflow at %s: %d entries were not recorded", self.handle.uri, left + self._lost)
+            log.warning("MLflow at %s: %d entries were not recorded", mask(self.handle.uri), left + self._lost)
 
     def _put(self, call: Callable[[MlflowClient], object]) -> None:
         with self._wake:
@@ -198,8 +255,47 @@ class NullRun(NodeRun):
     def close(self) -> None:
         pass
 
+    def watch_machine(self, step: Callable[[], int], *, name: str = "") -> None:
+        pass
+
     def _put(self, call: Callable[[MlflowClient], object]) -> None:
         pass
+
+
+class _MachineWatch:
+    """Samples the machine in a thread. MLflow's own monitor collects, but gives up when the server is away once, so its
+    numbers go the way of all others."""
+
+    def __init__(self, run: NodeRun, step: Callable[[], int], *, prefix: str) -> None:
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+        self._run, self._step, self._prefix = run, step, prefix
+        self._stopped = threading.Event()
+        logging.getLogger("mlflow.system_metrics").setLevel(logging.WARNING)  # it tells every CPU machine of no GPU
+        self._monitor = SystemMetricsMonitor(run.handle.run_id, tracking_uri=run.handle.uri)
+        self._thread = threading.Thread(target=self._sample_all, name="mlflow-system", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends with a last sample."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _sample_all(self) -> None:
+        try:
+            self._sample()  # CPU use is measured from one call to the next, and the first has nothing before it
+            while not self._stopped.wait(self._monitor.sampling_interval):
+                self._run.log_metrics(self._sample(), step=self._step())
+            self._run.log_metrics(self._sample(), step=self._step())
+        except Exception as error:  # a sensor that fails must not end the work
+            log.warning("no system metrics any more (%s: %s); the run goes on", type(error).__name__, error)
+
+    def _sample(self) -> dict[str, float]:
+        self._monitor.collect_metrics()
+        found = {self._prefix + key: value for key, value in self._monitor.aggregate_metrics().items()}
+        for sensor in self._monitor.monitors:
+            sensor.clear_metrics()
+        return found
 
 
 class Ledger:
@@ -207,7 +303,7 @@ class Ledger:
 
     def __init__(self, uri: str, *, experiment: str, run_folder: str, artifacts: str | None = None) -> None:
         """artifacts: absolute place of the experiment's artifacts; None leaves it to the server."""
-        self.uri, self.run_folder = uri, run_folder
+        self.uri, self.run_folder = uri, mask_uris(run_folder)
         self.parent_id: str | None = None
         self._endings: dict[str, str] = {}  # run -> status that MLflow has not been told yet
         self.experiment_id: str | None = ""  # None: could not be opened, nothing is recorded
@@ -273,13 +369,14 @@ class Ledger:
         return [run.info.run_id for run in found]
 
     def handle(self, run_id: str | None) -> RunHandle:
-        return RunHandle(self.uri if run_id else "", run_id)
+        login = {name: os.environ[name] for name in _LOGIN if name in os.environ} if _is_server(self.uri) else {}
+        return RunHandle(self.uri, run_id, self.experiment_id, login) if run_id else RunHandle()
 
     def _create(self, name: str, tags: Mapping[str, str]) -> str | None:
         more = {"run_folder": self.run_folder.replace("'", "")}
         if self.parent_id is not None:
             more[PARENT_TAG] = self.parent_id
-        values = {key: str(value)[:_TAG_CHARS] for key, value in {**more, **tags}.items()}
+        values = {key: mask(str(value))[:_TAG_CHARS] for key, value in {**more, **tags}.items()}
         run = self._do(lambda client: client.create_run(self.experiment_id, run_name=name, tags=values))
         return run.info.run_id if run is not None else None
 
@@ -326,10 +423,12 @@ def default_uri(store: Store, *, name: str, configured: str | None = None) -> tu
     """Tracking URI and artifact place for a run folder.
 
     In this order: the configured server, $MLFLOW_TRACKING_URI, a SQLite file in the run folder. SQLite needs a disk of
-    this machine, so for a run folder on an object store it lies in ~/spn_runs/<name>.
+    this machine, so for a run folder on an object store it lies in ~/spn_runs/<name>. A server's URI is returned
+    without its login, which moves to the environment variables that MLflow has for it.
     """
     given = configured or os.environ.get("MLFLOW_TRACKING_URI")
     if given:
+        given = _take_login(given)
         if given.startswith("sqlite:///"):  # nobody else would choose the artifact place, and MLflow's is the cwd
             return given, str(Path(given.removeprefix("sqlite:///")).absolute().parent / "mlartifacts")
         return given, None
@@ -339,8 +438,8 @@ def default_uri(store: Store, *, name: str, configured: str | None = None) -> tu
 
 def ui_command(uri: str) -> str:
     """The line that opens the MLflow UI on this machine; for a server, its address."""
-    if uri.startswith(("http://", "https://")):
-        return f"{uri}/?workflowType=machine_learning"
+    if _is_server(uri):
+        return f"{_ui_of(uri)}/?workflowType=machine_learning"
     return f"{sys.executable} -m mlflow ui --backend-store-uri {uri} --host 127.0.0.1 --port 5000"
 
 
@@ -355,6 +454,26 @@ def flush_open_runs() -> None:
     """Closes every run that this process still has open."""
     for run in list(_open_runs):
         run.close()
+
+
+def _is_server(uri: str) -> bool:
+    return uri.startswith(("http://", "https://"))
+
+
+def _ui_of(uri: str) -> str:
+    """Address of the UI: the server's, or the one where this machine shows a SQLite file."""
+    return plain_uri(uri).rstrip("/") if _is_server(uri) else UI
+
+
+def _take_login(uri: str) -> str:
+    """The server's URI without user:password, which go to this process's environment. Other URIs stay as they are."""
+    host = urlsplit(uri).netloc if _is_server(uri) else ""
+    login, at, bare = host.rpartition("@")
+    if not at:
+        return uri
+    user, _, password = login.partition(":")
+    os.environ.update({_USER: unquote(user), _PASSWORD: unquote(password)})
+    return uri.replace(host, bare, 1)
 
 
 _open_runs: weakref.WeakSet[NodeRun] = weakref.WeakSet()
@@ -409,7 +528,8 @@ def _try(uri: str, call: Callable[[], Any]) -> Any:
 def _warn_once(uri: str, error: Exception) -> None:
     if uri not in _warned:
         _warned.add(uri)
-        log.warning("MLflow at %s does not take records (%s); the run goes on", uri, str(error).splitlines()[0:1])
+        why = mask(next(iter(str(error).splitlines()), type(error).__name__))
+        log.warning("MLflow at %s does not take records (%s); the run goes on", mask(uri), why)
 
 
 def _is_unreachable(error: BaseException | None) -> bool:
@@ -425,11 +545,11 @@ def _is_unreachable(error: BaseException | None) -> bool:
 def _tags(tags: Mapping[str, str]) -> list[Any]:
     from mlflow.entities import RunTag
 
-    return [RunTag(key, str(value)[:_TAG_CHARS]) for key, value in tags.items()]
+    return [RunTag(key, mask(str(value))[:_TAG_CHARS]) for key, value in tags.items()]
 
 
 def _param_batches(params: Mapping[str, Any]) -> list[list[Any]]:
     from mlflow.entities import Param
 
-    flat = [Param(key, str(value)[:_VALUE_CHARS]) for key, value in fingerprint.flatten(params).items()]
+    flat = [Param(key, mask(str(value))[:_VALUE_CHARS]) for key, value in fingerprint.flatten(params).items()]
     return [flat[i : i + _BATCH] for i in range(0, len(flat), _BATCH)]

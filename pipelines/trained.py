@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from pipelines.node import NodeOutput
-from pipelines.storage import open_store
+from pipelines.storage import join, open_store
 from spn.checkpoint import CONFIG, EMA, load_model
 from spn.model import SPN
 
@@ -25,6 +25,16 @@ def load_stages(inputs: Mapping[str, NodeOutput], stages: Sequence[str], *, devi
                 store.download(name, Path(folder) / name)
             models[stage] = load_model(Path(folder), device=device)
     return models
+
+
+def checkpoint_uri(output: NodeOutput) -> str:
+    """Folder of the checkpoint that a train node chose."""
+    return join(output.uri, output.named["checkpoint"])
+
+
+def checkpoint_step(output: NodeOutput) -> int:
+    """Optimiser steps behind the checkpoint that a train node chose."""
+    return int(output.named["checkpoint"].rsplit("-", 1)[1])
 
 
 def pick_device() -> str:

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from data_prep.parquet import Dataset, open_dataset, pixels, read_shard
 from pipelines import storage
+from pipelines.inputs import log_split, split_digest
 from pipelines.node import NodeContext, NodeResult
-from pipelines.trained import load_stages, pick_device
+from pipelines.registry import StageModel
+from pipelines.trained import checkpoint_uri, load_stages, pick_device
 from spn.bitdepth import stage_values
 from spn.evaluation import bits_per_dim, image_nats, scored_slices
 from spn.histogram import Histogram, raw_entropy_bits
@@ -82,7 +84,9 @@ def run(context: NodeContext) -> NodeResult:
     with context.run.open() as run:
         run.log_metrics({"test/bits_per_dim": results["total"]["bits_per_dim"], **metrics})
         run.log_text(json.dumps(results, indent=1), RESULTS)
-    _tell_train_runs(context, results)
+        log_split(run, dataset, resolution=size, bits=8, split="test", context="test")
+    test_set = split_digest(dataset, resolution=size, bits=8, split="test")
+    _tell_train_runs(context, results, {stage: model.config for stage, model in models.items()}, test_set)
     return NodeResult(outputs={"results": RESULTS, "per_image": PER_IMAGE}, metrics=metrics)
 
 
@@ -157,10 +161,22 @@ def _per_image(keys: list[str], nats: Mapping[str, list[float]], size: int) -> b
     return buffer.getvalue()
 
 
-def _tell_train_runs(context: NodeContext, results: Mapping[str, Any]) -> None:
-    """Each stage's own run gets its test score too, so that the UI's compare page has it in one column."""
+def _tell_train_runs(
+    context: NodeContext, results: Mapping[str, Any], configs: Mapping[str, SPNConfig], test_set: str
+) -> None:
+    """Each stage's own run gets its test score, so that the UI's compare page has it in one column, and its network
+    becomes a version in the model registry."""
     for stage, part in results["stages"].items():
-        run_id = context.inputs[f"train_{stage}"].mlflow_run_id
-        if run_id is not None and context.run.run_id is not None:
-            with type(context.run)(context.run.uri, run_id).open() as run:
-                run.log_metrics({"test/bits_per_dim": part["bits_per_dim"]})
+        output, config = context.inputs[f"train_{stage}"], configs[stage]
+        dims = f"{config.image_size}px S={config.scaling_factor} bits {config.num_given_bits}+{config.num_bits}"
+        model = StageModel(
+            stage=stage,
+            checkpoint=checkpoint_uri(output),
+            attempt=output.attempt,
+            bits_per_dim=part["bits_per_dim"],
+            test_set=test_set,
+            dims=dims + (" without slice (0, 0)" if _first_given(stage, list(configs)) else ""),
+        )
+        with context.run.at(output.mlflow_run_id).open() as run:
+            run.log_metrics({"test/bits_per_dim": part["bits_per_dim"]})
+            run.register_model(model)

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure  # noqa: E402
 
 from data_prep.parquet import Manifest, open_dataset
 from pipelines import storage
+from pipelines.masking import mask_uris
 from pipelines.node import NodeContext, NodeResult
 
 PAGE = "report.html"
@@ -58,7 +59,7 @@ def run(context: NodeContext) -> NodeResult:
                 _curves_section(histories),
                 _data_section(manifest),
                 _rerun_section(context, stages),
-                f"<h2>Configuration</h2><pre>{escape(context.config['yaml'])}</pre>",
+                f"<h2>Configuration</h2><pre>{escape(mask_uris(context.config['yaml']))}</pre>",
             ]
         ),
     )
@@ -178,12 +179,32 @@ def _data_section(manifest: Manifest) -> str:
 def _rerun_section(context: NodeContext, stages: Sequence[str]) -> str:
     command = "python pipelines/full_multidim.py --config " + escape(context.config["name"])
     rows = "".join(
-        f"<tr><td>{escape(node)}<td>{escape(output.attempt)}<td>{escape(output.mlflow_run_id or '–')}</tr>"
+        f"<tr><td>{escape(node)}<td>{escape(output.attempt)}<td>{_run_link(context, output.mlflow_run_id)}</tr>"
         for node, output in context.inputs.items()
     )
     return (
         f"<h2>Rerun</h2><pre>{command}                                  # skips what is up to date\n"
         f"{command} --rerun train_{escape(stages[-1])}   # that node, then what depends on it\n"
         f"{command} --dry-run                        # what would run, and why</pre>"
-        f"<table><tr><th>node<th>attempt<th>MLflow run</tr>{rows}</table>"
+        f"<table><tr><th>node<th>attempt<th>MLflow run</tr>{rows}</table>{_compare_note(context, stages)}"
     )
+
+
+def _run_link(context: NodeContext, run_id: str | None) -> str:
+    if run_id is None:
+        return "–"
+    if not context.run.run_id:  # nothing is recorded by this start: where the run is to be seen is not known
+        return escape(run_id)
+    return f'<a href="{escape(context.run.link(run_id))}">{escape(run_id)}</a>'
+
+
+def _compare_note(context: NodeContext, stages: Sequence[str]) -> str:
+    runs = [context.inputs[f"train_{stage}"].mlflow_run_id for stage in stages]
+    if not context.run.run_id or None in runs:
+        return ""
+    note = f'<p><a href="{escape(context.run.compare_link(runs))}">The stages side by side in MLflow</a>'
+    if context.run.uri.startswith("sqlite:"):
+        note += (
+            f" <span class=muted>(while <code>make ui RUN=FOLDER/{escape(context.config['name'])}</code> runs)</span>"
+        )
+    return note + "</p>"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipelines import storage
 from pipelines.node import NodeContext, NodeResult
-from pipelines.trained import load_stages, pick_device
+from pipelines.trained import checkpoint_step, load_stages, pick_device
 from spn.bitdepth import to_display
 from spn.model import SPN
 from spn.sampling import rows_to_sample, sample_chain
@@ -58,6 +58,10 @@ def run(context: NodeContext) -> NodeResult:
         for stage, images in pictures.items():
             run.log_image(grid(images, columns=_columns(num_images)), key=f"samples/{stage}")
         run.log_image(side_by_side(list(pictures.values())), key="samples/chain")
+    for stage, images in pictures.items():  # under one key, so that the stages' grids lie side by side in the UI
+        output = context.inputs[f"train_{stage}"]
+        with context.run.at(output.mlflow_run_id).open() as run:
+            run.log_image(grid(images, columns=_columns(num_images)), key="samples", step=checkpoint_step(output))
     return NodeResult(outputs={"samples": FOLDER}, metrics={"images/sampled": float(num_images)})
 
 

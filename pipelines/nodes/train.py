@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
+from data_prep.parquet import open_dataset
 from pipelines import storage
+from pipelines.inputs import log_split
 from pipelines.node import NodeContext, NodeResult
 from pipelines.ray_train import fit_stage
 
@@ -16,8 +18,13 @@ def run(context: NodeContext) -> NodeResult:
 
     options: resources (NodeResources), plan (BatchPlan).
     """
-    dataset = context.inputs["prepare_data"]
-    fitted = fit_stage(context, dataset=storage.join(dataset.uri, dataset.named["dataset"]))
+    output = context.inputs["prepare_data"]
+    dataset = open_dataset(storage.join(output.uri, output.named["dataset"]))
+    with context.run.open() as run:
+        size, bits = context.config["model"].image_size, context.config["stored_bits"]
+        for split, purpose in (("train", "training"), ("valid", "validation")):
+            log_split(run, dataset, resolution=size, bits=bits, split=split, context=purpose)
+    fitted = fit_stage(context, dataset=dataset.uri)
     store = storage.open_store(context.out)
     store.write_text(HISTORY, json.dumps(fitted.history, indent=1))
     with context.run.open() as run:

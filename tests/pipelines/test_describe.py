@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipelines import describe
-from pipelines.config import load, preset_names, stage_names
+from pipelines.config import load, preset_names, stage_names, stage_train_config
 
 TOLERANCE = 0.12
 
@@ -95,6 +95,20 @@ def test_batches_follow_workers_and_accumulation() -> None:
     overrides = ["train.batch_size=24", "train.micro_batch_size=5", "resources.num_workers=2"]  # 5 does not divide 12
     batch = describe.describe_stage(load("debug", overrides), "first_slice")["batch"]
     assert batch == {"batch_size": 24, "num_workers": 2, "micro_batch_size": 4, "accumulation": 3}
+
+
+def test_gpu_hours_are_flops_over_what_a_gpu_is_assumed_to_reach(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = describe.describe(load("imagenet128"))
+    for stage, found in whole["stages"].items():
+        train, cost = stage_train_config(load("imagenet128"), stage), found["cost"]
+        flops = found["training_flops_per_slice"] * train.batch_size * train.num_steps
+        assert cost["gpu_hours"] * 3600 * cost["peak_flops"] * cost["mfu"] == pytest.approx(flops)
+    assert whole["gpu_hours"] == pytest.approx(sum(found["cost"]["gpu_hours"] for found in whole["stages"].values()))
+    half = describe.describe(load("imagenet128", ["train.num_steps=100_000", "resources.num_workers=4"]))
+    assert half["gpu_hours"] == pytest.approx(whole["gpu_hours"] / 2)
+    assert describe.main(["--config", "imagenet128"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "50% of 790 TFLOP/s (assumed)" in last and f"{whole['gpu_hours']:,.0f} GPU-hours of an H100" in last
 
 
 def test_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:

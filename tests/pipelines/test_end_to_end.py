@@ -110,7 +110,9 @@ def test_samples_are_whole_images(first: subprocess.CompletedProcess[str], stora
 def test_report_is_one_file(first: subprocess.CompletedProcess[str], storage: Path) -> None:
     page = (storage / "debug/report.html").read_text()
     assert page.count(' src="data:image/png;base64,') == page.count("src=") == 5
-    assert "href=" not in page and "url(" not in page, "everything is inside the file"
+    assert "<link" not in page and "url(" not in page, "everything is inside the file"
+    links = re.findall(r'href="([^"]*)"', page)
+    assert len(links) == 7 and all(link.startswith("http://127.0.0.1:5000/?workflow") for link in links), "MLflow alone"
     for needed in ("Bits/dim", "Samples", "Learning curves", "--rerun train_depth_upscale", "scaling_factor: 2"):
         assert needed in page
 
@@ -134,6 +136,18 @@ def test_mlflow_has_comparable_stages(first: subprocess.CompletedProcess[str], s
         assert runs[node].data.params["train.num_steps"] == "12"
         curve = client.get_metric_history(runs[node].info.run_id, "valid/bits_per_dim")
         assert {point.step for point in curve} == {6, 12}
+    for node in NODES[1:4]:
+        read = {data.tags[0].value: data.dataset for data in runs[node].inputs.dataset_inputs}
+        assert set(read) == {"training", "validation"} and read["training"].digest != read["validation"].digest
+        assert runs[node].data.metrics["system/system_memory_usage_megabytes"] > 0
+        assert any("samples" in file.path for file in client.list_artifacts(runs[node].info.run_id, "images"))
+        (version,) = client.search_model_versions(f"name = 'debug.{node.removeprefix('train_')}'")
+        assert version.run_id == runs[node].info.run_id
+        assert {"config.json", "ema.safetensors", "model.safetensors"} <= set(os.listdir(version.source))
+        aliases = client.get_registered_model(version.name).aliases
+        assert set(aliases) == {"candidate", "champion"}
+    (test,) = runs["evaluate"].inputs.dataset_inputs
+    assert version.tags["test_set"] == test.dataset.digest
     total = runs["evaluate"].data.metrics["test/bits_per_dim/total"]
     parts = [runs["evaluate"].data.metrics[f"test/bits_per_dim/{n.removeprefix('train_')}"] for n in NODES[1:4]]
     assert sum(parts) == pytest.approx(total)

@@ -77,6 +77,7 @@ class Head:
         )
         info = self.info(name)
         # The command's own exit code says only whether the job failed.
+        assert (done.returncode == 0) == (info["status"] == "SUCCEEDED"), done.stdout
         return Job(status=info["status"], exit_code=info["driver_exit_code"], log=done.stdout)
 
     def start(self, *command: str) -> str:
@@ -192,6 +193,7 @@ def stop(starter: subprocess.Popen, *, mark: str) -> None:
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all jobs: what the first one prepared, the others skip."""
     return tmp_path_factory.mktemp("storage") / "runs"
 
 
@@ -258,3 +260,13 @@ def test_relative_storage_in_a_job_is_refused(head: Head) -> None:
     job = head.submit(*command, timeout_sec=120)
     assert (job.status, job.exit_code) == ("FAILED", 2), job.log
     assert "storage" in job.log and "Traceback" not in job.log
+
+
+def test_a_node_that_fails_fails_the_job(head: Head, storage: Path) -> None:
+    overrides = [f"storage={storage}", "train.init_from=/nowhere/step-00000001", "resources.max_failures=0"]
+    command = ["python", "pipelines/train_stage.py", "--config", "debug", "--stage", "first_slice", *overrides]
+    job = head.submit(*command, timeout_sec=300)
+    assert (job.status, job.exit_code) == ("FAILED", 1), job.log
+    assert "train_first_slice failed" in job.log
+    error = Path(re.search(r"its log: (\S+)", job.log)[1]).read_text()
+    assert "/nowhere/step-00000001 has no config.json" in error, error

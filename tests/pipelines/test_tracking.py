@@ -5,11 +5,14 @@ python -m pytest tests/pipelines/test_tracking.py
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import pickle
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +110,97 @@ def test_an_ending_that_the_server_missed_is_told_later(place: Path, monkeypatch
     ledger.close("FINISHED")
     ended = [client(ledger).get_run(run_id).info.status for run_id in (handle.run_id, ledger.parent_id)]
     assert ended == ["FINISHED", "FINISHED"]
+
+
+def test_data_sets_of_a_run_are_named_once(place: Path) -> None:
+    ledger = make_ledger(place)
+    handle = ledger.start_node("train_a", tags={}, params={})
+    for _ in range(2):  # once more after a restart
+        with handle.open() as run:
+            run.log_dataset(
+                name="photos-train",
+                digest="d" * 32,
+                uri="s3://key:secret@bucket/data?region=eu&session_token=secret",
+                context="training",
+                shape=(-1, 8, 8, 3),
+                profile={"num_rows": 5},
+            )
+    (found,) = client(ledger).get_run(handle.run_id).inputs.dataset_inputs
+    assert (found.dataset.name, found.dataset.digest) == ("photos-train", "d" * 32)
+    assert found.dataset.source == '{"uri": "s3://bucket/data"}' and found.dataset.source_type == "s3"
+    assert [(tag.key, tag.value) for tag in found.tags] == [("mlflow.data.context", "training")]
+    from mlflow.data.schema import TensorDatasetSchema  # MLflow reads what was written by hand
+
+    schema = TensorDatasetSchema.from_dict(json.loads(found.dataset.schema))
+    assert schema.features.inputs[0].shape == (-1, 8, 8, 3)
+    ledger.close("FINISHED")
+
+
+def test_the_machine_is_watched_until_the_run_is_closed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
+    ledger = make_ledger(place)
+    handle = ledger.start_node("train_a", tags={}, params={})
+    before = {thread.name for thread in threading.enumerate()}
+    with handle.open() as run, handle.open() as other:
+        run.watch_machine(lambda: 7)
+        other.watch_machine(lambda: 8, name="node_1")
+        deadline = time.monotonic() + 20
+        while not history(ledger, handle, "system/cpu_utilization_percentage"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert {thread.name for thread in threading.enumerate() if thread.name == "mlflow-system"} <= before
+    memory = history(ledger, handle, "system/system_memory_usage_megabytes")
+    assert {step for step, _ in memory} == {7} and all(value > 0 for _, value in memory)
+    assert {step for step, _ in history(ledger, handle, "system/node_1/cpu_utilization_percentage")} == {8}
+    ledger.close("FINISHED")
+
+
+def test_nothing_secret_reaches_the_records(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = "hunter2secret"
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", f"{secret}-of-aws")
+    uri, artifacts = default_uri(open_store(place), name="demo")
+    storage = f"s3://me:{secret}@bucket/demo?session_token={secret}"
+    ledger = Ledger(uri, experiment="demo", run_folder=storage, artifacts=artifacts)
+    config = {"storage": storage, "note": f"the key is {secret}-of-aws"}
+    ledger.start_pipeline(tags={"where": storage}, params=config, files={"config.yaml": f"storage: {storage}\n"})
+    handle = ledger.start_node("train_a", tags={"where": storage}, params=config)
+    with handle.open() as run:
+        run.set_tags({"more": storage})
+        run.log_text(f"{secret}-of-aws", "note.txt")
+    ledger.close("FINISHED")
+    assert ledger.reconcile() == [handle.run_id], "the masked folder is still one's own"
+    recorded = []
+    for run_id in (ledger.parent_id, handle.run_id):
+        found = client(ledger).get_run(run_id)
+        recorded.append(str(found.to_dictionary()))
+        for file in Path(found.info.artifact_uri.removeprefix("file://")).rglob("*.*"):
+            recorded.append(file.read_text())
+    assert len(recorded) == 4 and "bucket/demo" in recorded[0] and "***" in recorded[1]
+    assert secret not in "".join(recorded)
+    database = RunHandle(f"postgresql://me:{secret}@127.0.0.1:1/mlflow", "r1")
+    assert secret not in repr(database) and "127.0.0.1" in repr(database)
+    monkeypatch.setattr(tracking, "_warned", set())
+    tracking._warn_once(database.uri, ConnectionError(f"no answer from {database.uri}"))
+    assert "no answer" in caplog.text and secret not in caplog.text
+
+
+def test_a_servers_login_leaves_its_address_and_travels_unseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in tracking._LOGIN:
+        monkeypatch.setenv(name, "")  # so that what is set below goes away again
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://anna:p%40ss-word@h:5000/mlflow")
+    uri, _ = default_uri(open_store(tmp_path), name="demo")
+    assert uri == "https://h:5000/mlflow" and ui_command(uri) == "https://h:5000/mlflow/?workflowType=machine_learning"
+    ledger = tracking.silent_ledger()
+    ledger.uri = uri
+    handle = pickle.loads(pickle.dumps(ledger.handle("r1")))
+    assert "p@ss-word" not in repr(handle) and handle.at("r2").login == handle.login
+    for name in tracking._LOGIN:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(tracking, "_client", lambda uri: FakeClient())
+    handle.open().close()
+    assert (os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"]) == ("anna", "p@ss-word")
 
 
 def test_a_skipped_node_points_to_the_run_it_reuses(place: Path) -> None:
@@ -271,6 +365,11 @@ def test_commands_and_links() -> None:
     assert ui_command("sqlite:////runs/demo/mlflow.db").startswith(
         f"{sys.executable} -m mlflow ui --backend-store-uri sqlite:////runs/demo/mlflow.db --host 127.0.0.1"
     )
+    handle = RunHandle("http://h:5000/", "r1", "7")
+    assert handle.link("r2") == "http://h:5000/?workflowType=machine_learning#/experiments/7/runs/r2"
+    local = RunHandle("sqlite:////runs/mlflow.db", "r1", "7")
+    assert local.link("r2").startswith("http://127.0.0.1:5000/?workflowType=machine_learning#/experiments/7/")
+    assert local.compare_link(["a", "b"]) == compare_link(tracking.UI, run_ids=["a", "b"], experiment_id="7")
     link = compare_link("http://127.0.0.1:5000", run_ids=["a", "b"], experiment_id="1")
     assert link.endswith("#/compare-runs?runs=%5B%22a%22%2C%22b%22%5D&experiments=%5B%221%22%5D")
 

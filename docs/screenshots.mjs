@@ -1,0 +1,70 @@
+// The pictures of comparing_stages.md, taken from MLflow's UI in a headless Chromium. Nothing of the project needs this.
+//
+//   apt-get install chromium nodejs npm           (or set CHROMIUM to any Chromium or Chrome)
+//   npm install --no-save playwright-core
+//   make ui RUN=runs/demo                         (leave it running)
+//   node docs/screenshots.mjs [http://127.0.0.1:5000] [demo] [docs/images]
+//
+// Arguments: the UI's address, the experiment (the config's name), the folder to write to.
+
+import fs from "node:fs";
+import path from "node:path";
+import { chromium } from "playwright-core";
+
+const [base = "http://127.0.0.1:5000", experiment = "demo", folder = "docs/images"] = process.argv.slice(2);
+const browsers = [process.env.CHROMIUM, "/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"];
+const executablePath = browsers.find((file) => file && fs.existsSync(file));
+if (!executablePath) throw new Error("no Chromium found: set CHROMIUM to its executable");
+
+async function api(call, body) {
+  const options = body && { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
+  const reply = await fetch(`${base}/api/2.0/mlflow/${call}`, options);
+  if (!reply.ok) throw new Error(`${call}: ${reply.status} ${await reply.text()}`);
+  return reply.json();
+}
+
+const { experiment: found } = await api(`experiments/get-by-name?experiment_name=${experiment}`);
+const id = found.experiment_id;
+const { runs } = await api("runs/search", { experiment_ids: [id], max_results: 200 });
+const tag = (run, key) => (run.data.tags ?? []).find((each) => each.key === key)?.value;
+const made = runs.filter((run) => !tag(run, "reused_run") && run.info.status === "FINISHED"); // newest first
+const trained = new Map(); // stage -> its newest training
+for (const run of made) {
+  const stage = tag(run, "node")?.startsWith("train_") && tag(run, "stage");
+  if (stage && !trained.has(stage)) trained.set(stage, run.info.run_id);
+}
+if (!trained.size) throw new Error(`experiment ${experiment} has no finished training`);
+const order = ["baseline", "first_slice", "size_upscale", "depth_upscale"];
+const stages = [...trained.keys()].sort((a, b) => order.indexOf(a) - order.indexOf(b));
+const runIds = stages.map((stage) => trained.get(stage));
+const last = runIds.at(-1);
+const list = encodeURIComponent(JSON.stringify(runIds));
+const url = (page) => `${base}/?workflowType=machine_learning#/${page}`;
+
+const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", "--force-color-profile=srgb"] });
+const page = await browser.newPage({ viewport: { width: 1360, height: 820 }, reducedMotion: "reduce" });
+fs.mkdirSync(folder, { recursive: true });
+
+async function shoot(name, address, prepare) {
+  await page.goto("about:blank"); // pages differ after the # only, which alone loads nothing
+  await page.goto(url(address));
+  await page.waitForTimeout(4000); // the UI polls, so the network never rests
+
+  for (const close of await page.getByRole("button", { name: /^(close|dismiss|got it|maybe later)$/i }).all()) {
+    if (await close.isVisible()) await close.click().catch(() => {});
+  }
+  if (prepare) await prepare();
+  await page.waitForTimeout(1500);
+  const file = path.join(folder, `${name}.png`);
+  await page.screenshot({ path: file });
+  console.log(`${file}  ${Math.round(fs.statSync(file).size / 1024)} KiB`);
+}
+
+await shoot("runs", `experiments/${id}/runs`);
+await shoot("compare", `compare-runs?runs=${list}&experiments=${encodeURIComponent(JSON.stringify([id]))}`);
+await shoot("curves", `experiments/${id}/runs?compareRunsMode=CHART`);
+await shoot("run", `experiments/${id}/runs/${last}`);
+await shoot("system", `experiments/${id}/runs/${last}/system-metrics`);
+await shoot("samples", `experiments/${id}/runs/${last}/model-metrics`);
+await shoot("models", `models/${experiment}.${stages.at(-1)}`);
+await browser.close();

@@ -1,0 +1,297 @@
+"""kuberay_rayjob.yaml has no field that KubeRay does not know, and says what ray_cluster.yaml says.
+
+python -m pytest tests/pipelines/test_kuberay_rayjob.py
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+MANIFEST, LAUNCHER = "kuberay_rayjob.yaml", "ray_cluster.yaml"
+
+TEXT, NUMBER, FLAG = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
+TEXTS = {"type": "object", "additionalProperties": TEXT}  # a map of strings: a number without quotes is refused
+ANYTHING: dict[str, Any] = {}
+
+
+def section(*required: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
+
+
+def several(item: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": item}
+
+
+# Kubernetes core/v1, as far as pods of a cluster need it.
+AMOUNTS = {"type": "object", "additionalProperties": {"type": ["string", "integer"]}}
+CONTAINER = section(
+    "name",
+    name=TEXT,
+    image=TEXT,
+    imagePullPolicy={"enum": ["Always", "IfNotPresent", "Never"]},
+    command=several(TEXT),
+    args=several(TEXT),
+    env=several(section("name", name=TEXT, value=TEXT, valueFrom=ANYTHING)),
+    envFrom=several(
+        section(
+            prefix=TEXT,
+            secretRef=section("name", name=TEXT, optional=FLAG),
+            configMapRef=section("name", name=TEXT, optional=FLAG),
+        )
+    ),
+    ports=several(section("containerPort", containerPort=NUMBER, name={**TEXT, "maxLength": 15}, protocol=TEXT)),
+    resources=section(requests=AMOUNTS, limits=AMOUNTS, claims=ANYTHING),
+    volumeMounts=several(section("name", "mountPath", name=TEXT, mountPath=TEXT, subPath=TEXT, readOnly=FLAG)),
+    lifecycle=ANYTHING,
+    securityContext=ANYTHING,
+    workingDir=TEXT,
+)
+VOLUME = section(
+    "name",
+    name=TEXT,
+    configMap=section(name=TEXT, items=ANYTHING, optional=FLAG, defaultMode=NUMBER),
+    secret=ANYTHING,
+    emptyDir=section(medium={"enum": ["", "Memory"]}, sizeLimit=TEXT),
+    persistentVolumeClaim=ANYTHING,
+)
+METADATA = section(name={**TEXT, "maxLength": 47}, namespace=TEXT, labels=TEXTS, annotations=TEXTS)
+POD = section(
+    "spec",
+    metadata=METADATA,
+    spec=section(
+        "containers",
+        containers=several(CONTAINER),
+        initContainers=several(CONTAINER),
+        volumes=several(VOLUME),
+        serviceAccountName=TEXT,
+        nodeSelector=TEXTS,
+        tolerations=ANYTHING,
+        affinity=ANYTHING,
+        imagePullSecrets=ANYTHING,
+        securityContext=ANYTHING,
+        restartPolicy=TEXT,
+    ),
+)
+# The specs of the resource definitions ray.io/v1: RayJob, RayCluster and what they are made of.
+AUTOSCALER = section(
+    resources=ANYTHING,
+    image=TEXT,
+    imagePullPolicy=TEXT,
+    securityContext=ANYTHING,
+    idleTimeoutSeconds=NUMBER,
+    upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]},
+    env=ANYTHING,
+    envFrom=ANYTHING,
+    volumeMounts=ANYTHING,
+)
+HEAD_GROUP = section(
+    "rayStartParams",
+    "template",
+    template=POD,
+    headService=ANYTHING,
+    enableIngress=FLAG,
+    rayStartParams=TEXTS,
+    serviceType={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
+)
+WORKER_GROUP = section(
+    "groupName",
+    "maxReplicas",
+    "minReplicas",
+    "rayStartParams",
+    "template",
+    suspend=FLAG,
+    groupName=TEXT,
+    replicas=NUMBER,
+    minReplicas=NUMBER,
+    maxReplicas=NUMBER,
+    idleTimeoutSeconds=NUMBER,
+    rayStartParams=TEXTS,
+    template=POD,
+    scaleStrategy=ANYTHING,
+    numOfHosts=NUMBER,
+)
+CLUSTER = section(
+    "headGroupSpec",
+    suspend=FLAG,
+    managedBy=TEXT,
+    autoscalerOptions=AUTOSCALER,
+    headServiceAnnotations=TEXTS,
+    enableInTreeAutoscaling=FLAG,
+    gcsFaultToleranceOptions=ANYTHING,
+    headGroupSpec=HEAD_GROUP,
+    rayVersion=TEXT,
+    workerGroupSpecs=several(WORKER_GROUP),
+)
+RAY_JOB = section(
+    "apiVersion",
+    "kind",
+    "metadata",
+    "spec",
+    apiVersion={"const": "ray.io/v1"},
+    kind={"const": "RayJob"},
+    metadata=METADATA,
+    spec=section(
+        "entrypoint",
+        activeDeadlineSeconds={**NUMBER, "minimum": 1},
+        backoffLimit={**NUMBER, "minimum": 0},
+        rayClusterSpec=CLUSTER,
+        submitterPodTemplate=POD,
+        metadata=TEXTS,
+        clusterSelector=TEXTS,
+        submitterConfig=section(backoffLimit=NUMBER),
+        managedBy=TEXT,
+        deletionStrategy=ANYTHING,
+        entrypoint=TEXT,
+        runtimeEnvYAML=TEXT,
+        jobId=TEXT,
+        submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode"]},
+        entrypointResources=TEXT,
+        entrypointNumCpus={"type": "number"},
+        entrypointNumGpus={"type": "number"},
+        ttlSecondsAfterFinished=NUMBER,
+        shutdownAfterJobFinishes=FLAG,
+        suspend=FLAG,
+    ),
+)
+
+
+@pytest.fixture
+def job() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / MANIFEST).read_text())
+
+
+@pytest.fixture(scope="module")
+def launcher() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / LAUNCHER).read_text())
+
+
+def groups(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """{name in ray_cluster.yaml: group}."""
+    spec = job["spec"]["rayClusterSpec"]
+    return {"head": spec["headGroupSpec"]} | {g["groupName"].replace("-", "_"): g for g in spec["workerGroupSpecs"]}
+
+
+def container(group: dict[str, Any]) -> dict[str, Any]:
+    (only,) = group["template"]["spec"]["containers"]
+    return only
+
+
+def test_every_field_is_one_that_kuberay_knows(job: dict[str, Any]) -> None:
+    jsonschema.validate(job, RAY_JOB)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        (("spec",), "entryPoint", "python"),
+        (("spec", "rayClusterSpec"), "headGroupSpecs", {}),
+        (("spec", "rayClusterSpec", "workerGroupSpecs", 0), "minReplica", 0),
+        (("spec", "rayClusterSpec", "headGroupSpec", "rayStartParams"), "num-cpus", 0),  # must be a text
+        (("spec", "rayClusterSpec", "headGroupSpec", "template", "spec", "containers", 0), "envfrom", []),
+    ],
+)
+def test_a_mistake_is_caught(job: dict[str, Any], path: tuple[Any, ...], field: str, value: Any) -> None:
+    job = copy.deepcopy(job)
+    place = job
+    for key in path:
+        place = place[key]
+    place[field] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(job, RAY_JOB)
+
+
+def test_the_job_is_the_launchers(job: dict[str, Any]) -> None:
+    text = (ROOT / LAUNCHER).read_text().replace("\\\n#", "")
+    (command,) = re.findall(
+        r"-- +(python pipelines/full_multidim\.py [^\n]*)", re.sub(r"[ \n#]+python", " python", text)
+    )
+    assert shlex.split(job["spec"]["entrypoint"]) == shlex.split(command)
+    submitted = set(
+        json.loads(
+            re.search(r"--runtime-env-json '(.*?})' --", re.sub(r"\n#", " ", text), re.S)[1].replace(
+                "'$(git rev-parse HEAD)'", "x"
+            )
+        )["env_vars"]
+    )
+    environment = yaml.safe_load(job["spec"]["runtimeEnvYAML"])
+    assert set(environment["env_vars"]) == submitted
+    assert all(isinstance(value, str) for value in environment["env_vars"].values())
+    assert environment["working_dir"].endswith(".zip"), "Ray takes a folder from elsewhere as an archive only"
+
+
+def test_images_limits_and_patience_are_the_launchers(job: dict[str, Any], launcher: dict[str, Any]) -> None:
+    assert set(groups(job)) == set(launcher["available_node_types"])
+    for name, group in groups(job).items():
+        theirs = launcher["available_node_types"][name]
+        image = theirs.get("docker", {}).get("worker_image", launcher["docker"]["image"])
+        assert container(group)["image"] == image
+        if name != launcher["head_node_type"]:
+            assert (group["minReplicas"], group["maxReplicas"]) == (theirs["min_workers"], theirs["max_workers"])
+    cluster = job["spec"]["rayClusterSpec"]
+    assert f"rayproject/ray:{cluster['rayVersion']}-" in launcher["docker"]["image"]
+    assert cluster["enableInTreeAutoscaling"] is True
+    assert cluster["autoscalerOptions"]["idleTimeoutSeconds"] == 60 * launcher["idle_timeout_minutes"]
+
+
+def test_resources_are_the_launchers_machines(job: dict[str, Any]) -> None:
+    """ray_cluster.yaml says of each machine what it has; pods leave a tenth or so of it to Kubernetes."""
+    text = (ROOT / LAUNCHER).read_text()
+    machines = re.findall(r"^  (\w+):\n(?:(?!^  \w).*\n)*?      InstanceType: \S+ # ([^\n;]*)", text, re.M)
+    assert [name for name, _ in machines] == ["head", "cpu_group", "gpu_group"]
+    for name, has in machines:
+        cpus, memory = int(re.search(r"(\d+) vCPU", has)[1]), int(re.search(r"(\d+) GiB", has)[1])
+        gpus = int(re.search(r"(\d+) A10G", has)[1]) if "A10G" in has else 0
+        group = groups(job)[name]
+        asked = container(group)["resources"]
+        assert asked["requests"] == asked["limits"], "Ray counts on what it was told, so nothing may be shared"
+        assert 0.85 * cpus <= int(asked["limits"]["cpu"]) < cpus
+        assert 0.85 * memory <= int(asked["limits"]["memory"].removesuffix("Gi")) < memory
+        assert int(asked["limits"].get("nvidia.com/gpu", 0)) == gpus
+        told = {key: int(value) for key, value in group["rayStartParams"].items()}
+        if name == "head":
+            assert told == {"num-cpus": 0}, "work on the head takes memory from Ray's control plane"
+        else:
+            assert told == {"num-cpus": cpus} | ({"num-gpus": gpus} if gpus else {})
+
+
+def test_the_setup_is_the_launchers(job: dict[str, Any], launcher: dict[str, Any]) -> None:
+    assert job["metadata"]["annotations"] == {"ray.io/overwrite-container-cmd": "true"}
+    for group in groups(job).values():
+        assert group["template"]["metadata"]["annotations"] == job["metadata"]["annotations"]
+        assert container(group)["command"] == ["/bin/bash", "-c", "--"]
+        (script,) = container(group)["args"]
+        subprocess.run(["bash", "-nc", script], check=True)
+        steps = script.removeprefix("set -e; ").split("; ulimit")[0]
+        assert steps == "; ".join(launcher["setup_commands"])
+        assert script.endswith('exec /bin/bash -c "$KUBERAY_GEN_RAY_START_CMD"')
+        environment = {entry["name"]: entry["value"] for entry in container(group)["env"]}
+        theirs = dict(re.findall(r"-e (\w+)=(\S+)", " ".join(launcher["docker"]["run_options"])))
+        theirs.pop("RAY_AUTH_MODE")  # ssh is the launcher's way in, and the token; here the namespace is the door
+        assert environment == theirs
+        mounted = {mount["name"]: mount["mountPath"] for mount in container(group)["volumeMounts"]}
+        volumes = {volume["name"] for volume in group["template"]["spec"]["volumes"]}
+        assert set(mounted) == volumes and mounted["requirements"] == "/home/ray/spn"
+
+
+def test_the_commands_of_the_header_give_what_the_pods_read(job: dict[str, Any]) -> None:
+    text = (ROOT / MANIFEST).read_text()
+    files = dict(re.findall(r"--from-file=(?:(\S+)=)?(\S+)", text))
+    assert files == {"": "pyproject.toml", "constraints.txt": ".ci/constraints.txt"}
+    assert all((ROOT / path).is_file() for path in files.values())
+    read = set(re.findall(r"/home/ray/spn/([\w.]+)", container(groups(job)["head"])["args"][0]))
+    assert read == {"pyproject.toml", "constraints.txt"}
+    assert f"rayjob {job['metadata']['name']} " in text and f"job-name={job['metadata']['name']} " in text
+    for group in groups(job).values():
+        (secret,) = container(group)["envFrom"]
+        assert f"secret generic {secret['secretRef']['name']} " in text and secret["secretRef"]["optional"]

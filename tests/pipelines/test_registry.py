@@ -1,0 +1,133 @@
+"""Versions and aliases of each stage in the model registry.  python -m pytest tests/pipelines/test_registry.py"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from pipelines import registry, tracking
+from pipelines.registry import CANDIDATE, CHAMPION, StageModel, judge
+from pipelines.storage import open_store
+from pipelines.tracking import Ledger, default_uri
+
+FIRST = StageModel(
+    stage="size_upscale",
+    checkpoint="s3://key:secret@bucket/runs/step-00000010?session_token=secret",
+    attempt="1",
+    bits_per_dim=0.5,
+    test_set="aaaa",
+    dims="64px S=2 bits 0+3",
+)
+
+
+def tags(model: StageModel) -> dict[str, str]:
+    return {
+        registry.SCORE: repr(model.bits_per_dim),
+        registry.TEST_SET: model.test_set,
+        registry.DIMS: model.dims,
+        registry.ATTEMPT: model.attempt,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "moves", "why"),
+    [
+        ({"bits_per_dim": 0.499999}, True, "before 0.500000"),
+        ({"bits_per_dim": 0.5}, False, "champion stays"),  # strictly better, or nothing
+        ({"bits_per_dim": 0.6}, False, "champion stays"),
+        ({"bits_per_dim": 0.1, "test_set": "bbbb"}, False, "not compared: the champion's test_set is aaaa"),
+        ({"bits_per_dim": 0.1, "dims": "64px S=2 bits 0+8"}, False, "not compared: the champion's scored_dims"),
+    ],
+)
+def test_the_champion_moves_to_what_is_strictly_better_at_the_same_task(
+    changes: dict[str, Any], moves: bool, why: str
+) -> None:
+    moved, reason = judge(dataclasses.replace(FIRST, **changes), tags(FIRST))
+    assert moved == moves and why in reason
+
+
+def test_the_first_is_the_champion() -> None:
+    assert judge(FIRST, None)[0]
+
+
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Ledger:
+    place = tmp_path_factory.mktemp("registry")
+    uri, artifacts = default_uri(open_store(place), name="demo")
+    ledger = Ledger(uri, experiment="demo", run_folder="/runs/demo", artifacts=artifacts)
+    ledger.start_pipeline(tags={}, params={}, files={})
+    return ledger
+
+
+def holders(ledger: Ledger, stage: str = "size_upscale") -> dict[str, str]:
+    aliases = tracking._client(ledger.uri).get_registered_model(f"demo.{stage}").aliases
+    return {alias: str(version) for alias, version in aliases.items()}
+
+
+def test_versions_and_aliases_of_three_trainings(ledger: Ledger) -> None:
+    client = tracking._client(ledger.uri)
+
+    def register(model: StageModel) -> str:
+        handle = ledger.start_node("train_size_upscale", tags={}, params={})
+        with handle.open() as run:
+            run.register_model(model)
+            run.register_model(model)  # scored again: no second version
+        ledger.finish(handle, "FINISHED")
+        return handle.run_id
+
+    first = register(FIRST)
+    worse = register(dataclasses.replace(FIRST, attempt="2", bits_per_dim=0.7, checkpoint="/runs/demo/step-00000010"))
+    assert holders(ledger) == {CANDIDATE: "2", CHAMPION: "1"}
+    register(dataclasses.replace(FIRST, attempt="3", bits_per_dim=0.4))
+    assert holders(ledger) == {CANDIDATE: "3", CHAMPION: "3"}
+    register(dataclasses.replace(FIRST, attempt="3", bits_per_dim=0.45))  # the champion itself, scored anew
+    assert holders(ledger) == {CANDIDATE: "3", CHAMPION: "3"}
+    register(dataclasses.replace(FIRST, attempt="4", bits_per_dim=0.42))  # which is what the next one is compared with
+    assert holders(ledger) == {CANDIDATE: "4", CHAMPION: "4"}
+
+    versions = {v.version: v for v in client.search_model_versions("name = 'demo.size_upscale'")}
+    assert [str(v) for v in sorted(map(int, versions))] == ["1", "2", "3", "4"]
+    one, two = client.get_model_version("demo.size_upscale", "1"), client.get_model_version("demo.size_upscale", "2")
+    assert (one.run_id, two.run_id) == (first, worse)
+    assert one.source == one.tags["checkpoint"] == "s3://bucket/runs/step-00000010"  # where it is, and no login
+    assert two.source == "/runs/demo/step-00000010" and two.tags["champion_rule"].startswith("champion stays")
+    assert one.tags["test_set"] == "aaaa" and float(one.tags["test_bits_per_dim"]) == 0.5
+
+
+class BrokenOff:
+    """A client that loses its server at the n-th call."""
+
+    def __init__(self, client: Any, calls: int) -> None:
+        self._client, self._left = client, calls
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._client, name)
+        if callable(found):
+            self._left -= 1
+            if self._left < 0:
+                raise ConnectionError("away")
+        return found
+
+
+def test_a_registration_that_broke_off_anywhere_is_finished_by_the_next(ledger: Ledger) -> None:
+    client = tracking._client(ledger.uri)
+    handle = ledger.start_node("train_broken", tags={}, params={})
+    model = dataclasses.replace(FIRST, stage="broken", attempt="9")
+    for calls in range(20):
+        try:
+            registry.record(BrokenOff(client, calls), handle.run_id, model)
+            break
+        except ConnectionError:
+            continue
+    assert 5 < calls < 19, "every call was one that broke off"
+    assert len(client.search_model_versions("name = 'demo.broken'")) == 1
+    assert holders(ledger, "broken") == {CANDIDATE: "1", CHAMPION: "1"}
+    ledger.finish(handle, "FINISHED")
+
+
+def test_without_mlflow_nothing_is_registered() -> None:
+    with tracking.RunHandle().at("abc").open() as run:
+        run.register_model(FIRST)
+        assert isinstance(run, tracking.NullRun)

@@ -1,0 +1,176 @@
+"""MLflow over HTTP, behind a login: a real server, and in front of it a door that asks for name and password.
+
+python -m pytest tests/pipelines/test_tracking_server.py
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import http.server
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelines import tracking
+from pipelines.registry import CANDIDATE, CHAMPION, StageModel
+from pipelines.storage import open_store
+from pipelines.tracking import Ledger, default_uri
+
+pytestmark = pytest.mark.slow
+USER, PASSWORD = "anna", "hunter2secret"
+
+
+def free_port() -> int:
+    with socket.socket() as each:
+        each.bind(("127.0.0.1", 0))
+        return each.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder, port = tmp_path_factory.mktemp("server"), free_port()
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
+    command += ["--artifacts-destination", str(folder / "artifacts")]
+    env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    with open(folder / "log.txt", "w") as log:
+        process = subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < deadline, (folder / "log.txt").read_text()
+                time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def door(server: str) -> Iterator[str]:
+    """Address of a proxy that lets in who logs in (HTTP Basic, what MLflow's own login asks for)."""
+    wanted = "Basic " + base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+
+    class Door(http.server.BaseHTTPRequestHandler):
+        def _pass_on(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if self.headers.get("Authorization") != wanted:
+                return self._answer(401, b"who are you?", "text/plain")
+            kept = {k: v for k, v in self.headers.items() if k.lower() in ("content-type", "accept")}
+            request = urllib.request.Request(server + self.path, body or None, kept, method=self.command)
+            try:
+                with urllib.request.urlopen(request, timeout=30) as reply:
+                    self._answer(reply.status, reply.read(), reply.headers["Content-Type"])
+            except urllib.error.HTTPError as error:
+                self._answer(error.code, error.read(), error.headers["Content-Type"])
+
+        do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _pass_on
+
+        def _answer(self, status: int, body: bytes, kind: str | None) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind or "application/octet-stream")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Door)
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{proxy.server_port}"
+    proxy.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def no_login(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in tracking._LOGIN:
+        monkeypatch.setenv(name, "")  # registered with monkeypatch, so that what a test sets goes away
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(tracking, "_warned", set())
+
+
+def opened(uri: str, tmp_path: Path, experiment: str) -> Ledger:
+    uri, artifacts = default_uri(open_store(tmp_path), name=experiment, configured=uri)
+    ledger = Ledger(uri, experiment=experiment, run_folder=str(tmp_path), artifacts=artifacts)
+    ledger.start_pipeline(tags={}, params={"seed": 1}, files={"config.yaml": "name: x\n"})
+    return ledger
+
+
+@pytest.mark.parametrize("login", ["in the address", "in the environment"])
+def test_everything_is_recorded_behind_a_login(
+    door: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, login: str
+) -> None:
+    uri = door
+    if login == "in the address":
+        uri = door.replace("://", f"://{USER}:{PASSWORD}@")
+    else:
+        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", USER)
+        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", PASSWORD)
+    name = login.replace(" ", "-")
+    ledger = opened(uri, tmp_path, name)
+    assert ledger.uri == door
+    handle = ledger.start_node("train_a", tags={"stage": "a"}, params={"lr": 0.1})
+    # Another machine: a process without the login in its environment, which gets it with the handle.
+    code = (
+        "import pickle, sys\n"
+        "handle = pickle.loads(sys.stdin.buffer.read())\n"
+        "print(handle)\n"
+        "with handle.open() as run:\n"
+        "    run.log_metrics({'valid/bits_per_dim': 1.5}, step=3)\n"
+    )
+    env = {key: value for key, value in os.environ.items() if key not in tracking._LOGIN}
+    worker = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(handle), env=env, capture_output=True, timeout=120, check=True
+    )
+    model = StageModel("a", str(tmp_path / "step-00000003"), "1", 1.5, "digest", "dims")
+    with handle.open() as run:
+        run.log_image(np.zeros((4, 4, 3), np.uint8), key="samples", step=3)
+        run.register_model(model)
+        run.register_model(dataclasses.replace(model, attempt="2", bits_per_dim=1.4, checkpoint="s3://bucket/step-4"))
+    ledger.finish(handle, "FINISHED")
+    ledger.close("FINISHED")
+
+    client = tracking._client(ledger.uri)
+    found = client.get_run(handle.run_id)
+    assert found.data.metrics["valid/bits_per_dim"] == 1.5 and found.data.params == {"lr": "0.1"}
+    assert [file.path for file in client.list_artifacts(ledger.parent_id)] == ["config.yaml"]
+    aliases = client.get_registered_model(f"{name}.a").aliases
+    assert {alias: str(version) for alias, version in aliases.items()} == {CANDIDATE: "2", CHAMPION: "2"}
+    # A server takes no local path as a model's source: a note that says where it is lies among the run's artifacts.
+    local, remote = (client.get_model_version(f"{name}.a", version) for version in ("1", "2"))
+    assert local.tags["checkpoint"] == str(tmp_path / "step-00000003")
+    assert local.source == f"runs:/{handle.run_id}/checkpoint"
+    assert [file.path for file in client.list_artifacts(handle.run_id, "checkpoint")] == ["checkpoint/location.json"]
+    assert remote.source == "s3://bucket/step-4"
+    shown = caplog.text + worker.stdout.decode() + worker.stderr.decode() + repr(handle)
+    assert PASSWORD not in shown and PASSWORD not in str(found.to_dictionary())
+
+
+def test_a_wrong_password_is_one_warning_without_it(
+    door: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        ledger = opened(door.replace("://", f"://{USER}:wrong{PASSWORD}@"), tmp_path, "wrong")
+        assert ledger.start_node("a", tags={}, params={}) == tracking.RunHandle()
+    ours = [record.getMessage() for record in caplog.records if record.name == "pipelines.tracking"]
+    assert len(ours) == 1 and "the run goes on" in ours[0] and "401" in ours[0]
+    assert PASSWORD not in caplog.text
