@@ -46,7 +46,7 @@ job: $(INSTALLED)
 ui: $(INSTALLED) ## MLflow on this machine's own port 5000 (RUN=runs/demo PORT=5000)
 	@test -f $(RUN)/mlflow.db || { echo "No $(RUN)/mlflow.db: run \`make demo\` first, or name a run folder: RUN=..."; \
 		exit 2; }
-	@echo "Open http://127.0.0.1:$(PORT)/?workflowType=machine_learning (Ctrl-C ends it)"
+	@echo "Open http://127.0.0.1:$(PORT)/#/experiments?workflowType=machine_learning (Ctrl-C ends it)"
 	MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow server \
 		--backend-store-uri sqlite:///$(abspath $(RUN))/mlflow.db --host 127.0.0.1 --port $(PORT) --workers 1
 

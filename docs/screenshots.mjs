@@ -36,16 +36,14 @@ for (const run of made) {
 if (!trained.size) throw new Error(`experiment ${experiment} has no finished training`);
 const order = ["baseline", "first_slice", "size_upscale", "depth_upscale"];
 const stages = [...trained.keys()].sort((a, b) => order.indexOf(a) - order.indexOf(b));
-const runIds = stages.map((stage) => trained.get(stage));
-const last = runIds.at(-1);
-const list = encodeURIComponent(JSON.stringify(runIds));
-const url = (page) => `${base}/?workflowType=machine_learning#/${page}`;
+const last = trained.get(stages.at(-1));
+const url = (page) => `${base}/#/${page}${page.includes("?") ? "&" : "?"}workflowType=machine_learning`;
 
 const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", "--force-color-profile=srgb"] });
-const page = await browser.newPage({ viewport: { width: 1360, height: 820 }, reducedMotion: "reduce" });
+const page = await browser.newPage({ viewport: { width: 1360, height: 800 }, reducedMotion: "reduce" });
 fs.mkdirSync(folder, { recursive: true });
 
-async function shoot(name, address, prepare) {
+async function shoot(name, address, prepare, clip) {
   await page.goto("about:blank"); // pages differ after the # only, which alone loads nothing
   await page.goto(url(address));
   await page.waitForTimeout(4000); // the UI polls, so the network never rests
@@ -56,15 +54,31 @@ async function shoot(name, address, prepare) {
   if (prepare) await prepare();
   await page.waitForTimeout(1500);
   const file = path.join(folder, `${name}.png`);
-  await page.screenshot({ path: file });
+  await page.screenshot({ path: file, clip });
   console.log(`${file}  ${Math.round(fs.statSync(file).size / 1024)} KiB`);
 }
 
-await shoot("runs", `experiments/${id}/runs`);
-await shoot("compare", `compare-runs?runs=${list}&experiments=${encodeURIComponent(JSON.stringify([id]))}`);
-await shoot("curves", `experiments/${id}/runs?compareRunsMode=CHART`);
+// The nodes are child runs of `pipeline`, folded away at first; charts draw unfolded rows only.
+async function unfold() {
+  const box = await page.getByRole("link", { name: "pipeline", exact: true }).first().boundingBox();
+  await page.mouse.click(box.x - 32, box.y + box.height / 2); // the + before the name, which has no name of its own
+  await page.waitForTimeout(2500);
+}
+
+// Charts whose metric's name matches; pictures always stay, unless their part is folded away.
+const chartsOf = (words, fold) => async () => {
+  await page.getByPlaceholder("Search metric charts").fill(words);
+  await page.waitForTimeout(2500);
+  if (fold) await page.mouse.click(545, 261); // the arrow of the first part
+  await page.mouse.move(920, 185);
+  await page.waitForTimeout(1500);
+};
+
+const charts = `experiments/${id}/runs?compareRunsMode=CHART`;
+await shoot("runs", `experiments/${id}/runs`, unfold); // the UI remembers what is unfolded
+await shoot("samples", charts, chartsOf("^samples"), { x: 200, y: 180, width: 850, height: 480 });
+await shoot("curves", charts, chartsOf("^(train|valid)/bits_per_dim", true));
 await shoot("run", `experiments/${id}/runs/${last}`);
 await shoot("system", `experiments/${id}/runs/${last}/system-metrics`);
-await shoot("samples", `experiments/${id}/runs/${last}/model-metrics`);
-await shoot("models", `models/${experiment}.${stages.at(-1)}`);
+await shoot("model", `models/${experiment}.${stages.at(-1)}`);
 await browser.close();

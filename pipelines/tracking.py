@@ -75,7 +75,7 @@ class RunHandle:
 
     def link(self, run_id: str) -> str:
         """Address of a run of this experiment in the UI."""
-        return f"{_ui_of(self.uri)}/?workflowType=machine_learning#/experiments/{self.experiment_id}/runs/{run_id}"
+        return _page(_ui_of(self.uri), f"experiments/{self.experiment_id}/runs/{run_id}")
 
     def compare_link(self, run_ids: Iterable[str]) -> str:
         """Address of the UI's compare page over runs of this experiment."""
@@ -439,7 +439,7 @@ def default_uri(store: Store, *, name: str, configured: str | None = None) -> tu
 def ui_command(uri: str) -> str:
     """The line that opens the MLflow UI on this machine; for a server, its address."""
     if _is_server(uri):
-        return f"{_ui_of(uri)}/?workflowType=machine_learning"
+        return _page(_ui_of(uri), "experiments")
     return f"{sys.executable} -m mlflow ui --backend-store-uri {uri} --host 127.0.0.1 --port 5000"
 
 
@@ -447,7 +447,12 @@ def compare_link(base: str, *, run_ids: Iterable[str], experiment_id: str) -> st
     """Address of the UI's compare page over some runs; base is e.g. http://127.0.0.1:5000."""
     runs = quote("[" + ",".join(f'"{run_id}"' for run_id in run_ids) + "]")
     experiments = quote(f'["{experiment_id}"]')
-    return f"{base.rstrip('/')}/?workflowType=machine_learning#/compare-runs?runs={runs}&experiments={experiments}"
+    return _page(base, f"compare-runs?runs={runs}&experiments={experiments}")
+
+
+def _page(base: str, page: str) -> str:
+    """Address of a page of the UI in its view for model training; it opens with the one for language models else."""
+    return f"{base.rstrip('/')}/#/{page}{'&' if '?' in page else '?'}workflowType=machine_learning"
 
 
 def flush_open_runs() -> None:

@@ -112,7 +112,7 @@ def test_report_is_one_file(first: subprocess.CompletedProcess[str], storage: Pa
     assert page.count(' src="data:image/png;base64,') == page.count("src=") == 5
     assert "<link" not in page and "url(" not in page, "everything is inside the file"
     links = re.findall(r'href="([^"]*)"', page)
-    assert len(links) == 7 and all(link.startswith("http://127.0.0.1:5000/?workflow") for link in links), "MLflow alone"
+    assert len(links) == 7 and all(link.startswith("http://127.0.0.1:5000/#/") for link in links), "MLflow alone"
     for needed in ("Bits/dim", "Samples", "Learning curves", "--rerun train_depth_upscale", "scaling_factor: 2"):
         assert needed in page
 

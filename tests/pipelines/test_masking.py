@@ -43,7 +43,7 @@ def test_secrets_of_uris_are_gone_and_the_rest_stays(uri: str) -> None:
     "text",
     [
         "sqlite:////home/anna/runs/demo/mlflow.db",
-        "http://127.0.0.1:5000/?workflowType=machine_learning#/experiments/1/runs/2",
+        "http://127.0.0.1:5000/#/experiments/1/runs/2?workflowType=machine_learning",
         "s3://bucket/runs/demo?region=eu-west-1&endpoint_override=127.0.0.1:9000",
         "/data/anna@home/photo.jpg of models:/demo.size_upscale@champion",
         "http://127.0.0.1:5000/#/models/demo.size_upscale@champion",

@@ -191,7 +191,7 @@ def test_a_servers_login_leaves_its_address_and_travels_unseen(tmp_path: Path, m
         monkeypatch.setenv(name, "")  # so that what is set below goes away again
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://anna:p%40ss-word@h:5000/mlflow")
     uri, _ = default_uri(open_store(tmp_path), name="demo")
-    assert uri == "https://h:5000/mlflow" and ui_command(uri) == "https://h:5000/mlflow/?workflowType=machine_learning"
+    assert uri == "https://h:5000/mlflow" and ui_command(uri).startswith("https://h:5000/mlflow/#/experiments?")
     ledger = tracking.silent_ledger()
     ledger.uri = uri
     handle = pickle.loads(pickle.dumps(ledger.handle("r1")))
@@ -366,12 +366,12 @@ def test_commands_and_links() -> None:
         f"{sys.executable} -m mlflow ui --backend-store-uri sqlite:////runs/demo/mlflow.db --host 127.0.0.1"
     )
     handle = RunHandle("http://h:5000/", "r1", "7")
-    assert handle.link("r2") == "http://h:5000/?workflowType=machine_learning#/experiments/7/runs/r2"
+    assert handle.link("r2") == "http://h:5000/#/experiments/7/runs/r2?workflowType=machine_learning"
     local = RunHandle("sqlite:////runs/mlflow.db", "r1", "7")
-    assert local.link("r2").startswith("http://127.0.0.1:5000/?workflowType=machine_learning#/experiments/7/")
+    assert local.link("r2").startswith("http://127.0.0.1:5000/#/experiments/7/")
     assert local.compare_link(["a", "b"]) == compare_link(tracking.UI, run_ids=["a", "b"], experiment_id="7")
     link = compare_link("http://127.0.0.1:5000", run_ids=["a", "b"], experiment_id="1")
-    assert link.endswith("#/compare-runs?runs=%5B%22a%22%2C%22b%22%5D&experiments=%5B%221%22%5D")
+    assert "/#/compare-runs?runs=%5B%22a%22%2C%22b%22%5D&experiments=%5B%221%22%5D&workflowType=" in link
 
 
 def test_git_commit_of_a_checkout_or_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
