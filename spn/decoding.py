@@ -188,12 +188,10 @@ def _attend(layer: TransformerLayer, x: Tensor, keys: Tensor, values: Tensor, po
     return x + layer.memory(layer.memory_norm(x))
 
 
-def _attend_modern(
-    layer: ModernLayer, x: Tensor, keys: Tensor, values: Tensor, position: int, angles: Tensor
-) -> Tensor:
+def _attend_modern(layer: ModernLayer, x: Tensor, keys: Tensor, values: Tensor, position: int, turns: Tensor) -> Tensor:
     """The same for a layer of recipe modern."""
     here, seen = slice(position, position + 1), slice(0, position + 1)
-    q, k, v = layer.queries_keys_values(x[:, None], angles[here])
+    q, k, v = layer.queries_keys_values(x[:, None], turns[:, here])
     keys[:, :, here] = k
     values[:, :, here] = v
     attended = F.scaled_dot_product_attention(q, keys[:, :, seen], values[:, :, seen])
@@ -234,7 +232,7 @@ def start_pixel(weights: DecoderWeights, cache: DecoderCache, previous: Tensor, 
         window = cache.pixels[:, row : row + STEM_ROWS, column : column + STEM_COLUMNS]
         x = x + window.flatten(1) @ weights.stem
         for layer, keys, values in zip(attention.layers, cache.keys, cache.values, strict=True):
-            x = _attend_modern(layer, x, keys, values, position, attention.angles)
+            x = _attend_modern(layer, x, keys, values, position, attention.turns)
     else:
         x = x + attention.timing[position].to(x.dtype)
         for layer, keys, values in zip(attention.layers, cache.keys, cache.values, strict=True):

@@ -32,11 +32,24 @@ def rgb_mask(out_groups: Tensor, in_groups: Tensor, *, strict: bool) -> Tensor:
     return out > inp if strict else out >= inp
 
 
-def run_layer(layer: nn.Module, *inputs: Tensor, recompute: bool) -> Tensor:
+def run_layer(layer: nn.Module, *inputs: Tensor, recompute: bool) -> Any:
     """layer(*inputs); with `recompute` its activations are not kept but computed again in the backward pass."""
     if recompute and torch.is_grad_enabled():
         return checkpoint(layer, *inputs, use_reentrant=False)
     return layer(*inputs)
+
+
+def weight_products(device: str) -> contextlib.AbstractContextManager:
+    """Products of weights with weights, once a batch: never in half precision. (The meta device knows no autocast.)"""
+    return contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+
+
+def add_product(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """x + y W^T for a wide residual stream: [..., R], [..., C], weight [R, C] -> [..., R].
+
+    One accumulating product: compiled, the sum is kept for the backward pass instead of added up again there.
+    """
+    return torch.addmm(x.flatten(0, -2), y.flatten(0, -2), weight.t()).view(x.shape)
 
 
 class MaskedLinear(nn.Linear):
@@ -53,8 +66,13 @@ class MaskedLinear(nn.Linear):
     def masked_weight(self) -> Tensor:
         return self.weight * self.mask
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.masked_weight(), self.bias)
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        """Of x + shift; shift [in] goes into the bias, so that no wide sum is made."""
+        weight, bias = self.masked_weight(), self.bias
+        if shift is not None:
+            with weight_products(x.device.type):
+                bias = bias + weight @ shift
+        return F.linear(x, weight, bias)
 
 
 class GatedPixelCNNLayer(nn.Module):
@@ -63,6 +81,7 @@ class GatedPixelCNNLayer(nn.Module):
     y = tanh(W_f * x + V_f * h) . sigmoid(W_g * x + V_g * h). The vertical stack reads the two rows above without any
     channel mask, the horizontal stack the pixel to the left and, masked over RGB groups, the pixel itself. The first
     layer reads the embedded pixel values (mask A) and starts the residual stream; later ones add to it (mask B).
+    The stream is handed on as x and shift [R], whose sum it is: biases add up in the small one.
     """
 
     def __init__(
@@ -95,15 +114,22 @@ class GatedPixelCNNLayer(nn.Module):
         self.cond = nn.Linear(cond_channels, len(gate), bias=False)
         self.up = MaskedLinear(stream, half)
 
-    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
-        """x [B, h, w, R] (first layer: embedded values), cond [B, h, w, K] -> [B, h, w, R]."""
-        a = x if self.down is None else self.down(x if self.norm is None else self.norm(x))  # [B, h, w, C]
+    def forward(self, x: Tensor, shift: Tensor | None, cond: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, h, w, R], shift [R] (first layer: embedded values, None), cond [B, h, w, K] -> the new x and shift."""
+        if self.down is None:
+            a = x
+        elif self.norm is None:
+            a = self.down(x, shift)  # [B, h, w, C]
+        else:
+            a = self.down(self.norm(x + shift.to(x.dtype)))
         weight, bias = self.masked_filter()
         around = F.pad(a, (0, 0, 1, 1, 2, 0)).permute(0, 3, 1, 2)  # two rows above, a column on either side
         gate = F.conv2d(around, weight, bias).permute(0, 2, 3, 1) + self.cond(cond)  # [B, h, w, 2C]
         f, g = gate.chunk(2, dim=-1)
-        y = self.up(torch.tanh(f) * torch.sigmoid(g))  # [B, h, w, R]
-        return y if self.is_first else x + y
+        y, weight = torch.tanh(f) * torch.sigmoid(g), self.up.masked_weight()
+        if self.is_first:
+            return F.linear(y, weight), self.up.bias
+        return add_product(x, y, weight), shift + self.up.bias
 
     def masked_filter(self) -> tuple[Tensor, Tensor]:
         """Both stacks as one masked 3x3 filter [2C, C, 3, 3], and its bias: they are linear up to the gate.
@@ -111,9 +137,7 @@ class GatedPixelCNNLayer(nn.Module):
         Rows r-2 and r-1 hold the vertical stack with its link, row r the pixel to the left, the pixel itself (masked
         over RGB groups) and nothing to its right.
         """
-        device = self.link.weight.device.type
-        # Products of weights stay in float32. (The meta device knows no autocast.)
-        with contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
+        with weight_products(self.link.weight.device.type):
             above = torch.einsum("og,gcyx->ocyx", self.link.weight, self.vertical.weight)
             taps = [self.left.weight, self.current.masked_weight(), torch.zeros_like(self.left.weight)]
             weight = torch.cat([above, torch.stack(taps, dim=-1)[:, :, None]], dim=2)
@@ -148,7 +172,7 @@ class SelfAttention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
 
-MEMORY_PARTS = 8
+MEMORY_PARTS = 16
 
 
 class ParameterAttention(nn.Module):
@@ -232,7 +256,10 @@ class AttentionStack(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Bottleneck of the slice embedder: R -> C (1x1) -> C (3x3) -> R (1x1), a ReLU before each, added to its input."""
+    """Bottleneck of the slice embedder: R -> C (1x1) -> C (3x3) -> R (1x1), a ReLU before each, added to its input.
+
+    The stream is x + shift, as in the decoder.
+    """
 
     def __init__(self, *, residual_channels: int, conv_channels: int) -> None:
         super().__init__()
@@ -240,10 +267,11 @@ class ResidualBlock(nn.Module):
         self.conv = nn.Conv2d(conv_channels, conv_channels, kernel_size=3, padding=1)
         self.up = nn.Linear(conv_channels, residual_channels)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.down(F.relu(x))).permute(0, 3, 1, 2)  # [B, C, h, w]
+    def forward(self, x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, h, w, R], shift [R] -> the new x and shift."""
+        y = F.relu(self.down(F.relu(x + shift.to(x.dtype)))).permute(0, 3, 1, 2)  # [B, C, h, w]
         y = F.relu(self.conv(y)).permute(0, 2, 3, 1)
-        return x + self.up(y)
+        return add_product(x, y, self.up.weight), shift + self.up.bias
 
 
 class _TableLookup(torch.autograd.Function):

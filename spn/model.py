@@ -21,6 +21,7 @@ from spn.layers import (
     ParameterAttention,
     ResidualBlock,
     SelfAttention,
+    add_product,
     channel_groups,
     run_layer,
 )
@@ -211,10 +212,10 @@ class SliceEmbedder(nn.Module):
         x = self.slot_tensor(slices, index, given)
         batch, height, width, _ = x.shape
         x = self.attention(x.flatten(1, 2)).view(batch, height, width, -1)
-        x = self.widen(x)
+        x, shift = F.linear(x, self.widen.weight), self.widen.bias
         for block in self.blocks:
-            x = run_layer(block, x, recompute=self.recompute)
-        return self.out(F.relu(x))
+            x, shift = run_layer(block, x, shift, recompute=self.recompute)
+        return self.out(F.relu(x + shift.to(x.dtype)))
 
 
 class Decoder(nn.Module):
@@ -257,11 +258,12 @@ class Decoder(nn.Module):
         cond = self.attention(*before).view(batch, height, width, -1)
         if context is not None:
             cond = torch.cat([cond, context.to(cond.dtype)], dim=-1)
-        x = pixels
+        x, shift = pixels, None
         for layer in self.layers:
-            x = run_layer(layer, x, cond, recompute=self.recompute)
+            x, shift = run_layer(layer, x, shift, cond, recompute=self.recompute)
             if layer.is_first and self.direct is not None:
-                x = x + self.direct(cond)
+                x = add_product(x, cond, self.direct.weight)
+        x = x + shift.to(x.dtype)
         x = F.relu(x) if self.norm is None else self.norm(x)
         logits = self.head(x).view(batch, height, width, 3, self.num_values)
         return logits.permute(0, 3, 4, 1, 2)

@@ -36,19 +36,22 @@ class GroupNorm(nn.Module):
         )
 
 
-def rotary_angles(height: int, width: int, head_dim: int) -> Tensor:
-    """[T, head_dim / 2] angles in float32: the first half turns with the row, the second with the column."""
+def rotary_turns(height: int, width: int, head_dim: int) -> Tensor:
+    """[2, T, head_dim / 2] cosine and sine of each position's angles: the first half turns with the row, the second
+    with the column. In float32, made once: on a GPU they would cost more than the rotation itself.
+    """
     assert head_dim % 4 == 0, head_dim
     quarter = head_dim // 4
     # From a full turn in two pixels down to one over a few hundred.
     speed = torch.pi / 2 ** torch.linspace(0, 8, quarter)
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    return torch.cat([rows.reshape(-1, 1) * speed, columns.reshape(-1, 1) * speed], dim=1).float()
+    angles = torch.cat([rows.reshape(-1, 1) * speed, columns.reshape(-1, 1) * speed], dim=1).float()
+    return torch.stack([angles.cos(), angles.sin()])
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """x [..., T, head_dim], angles [T, head_dim / 2] -> pairs (k, k + head_dim / 2) turned by their angle."""
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """x [..., T, head_dim], turns [2, T, head_dim / 2] -> pairs (k, k + head_dim / 2) turned by their angle."""
+    cos, sin = turns.to(x.dtype).unbind(0)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
@@ -67,11 +70,11 @@ class ModernLayer(nn.Module):
         self.ffn_out = nn.Linear(hidden, width, bias=False)
         self.dropout = nn.Dropout(dropout)
 
-    def queries_keys_values(self, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, D], angles of its positions -> three times [B, heads, T, head_dim]."""
+    def queries_keys_values(self, x: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, D], turns of its positions -> three times [B, heads, T, head_dim]."""
         batch, length, _ = x.shape
         qkv = self.qkv(self.attn_norm(x)).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        return rotate(rms_norm(qkv[0]), angles), rotate(rms_norm(qkv[1]), angles), qkv[2]
+        return rotate(rms_norm(qkv[0]), turns), rotate(rms_norm(qkv[1]), turns), qkv[2]
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
         """Residual x [B, T, D] and attended values [B, heads, T, head_dim] -> output of the layer."""
@@ -79,8 +82,8 @@ class ModernLayer(nn.Module):
         gate, value = self.ffn_in(self.ffn_norm(x)).chunk(2, dim=-1)
         return x + self.dropout(self.ffn_out(F.silu(gate) * value))
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        q, k, v = self.queries_keys_values(x, angles)
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        q, k, v = self.queries_keys_values(x, turns)
         return self.after_attention(x, F.scaled_dot_product_attention(q, k, v, is_causal=self.causal))
 
 
@@ -113,7 +116,7 @@ class CausalStem(nn.Module):
 class ModernStack(nn.Module):
     """Attention over a slice in raster order: [B, T, in] -> [B, T, D]."""
 
-    angles: Tensor
+    turns: Tensor
 
     def __init__(
         self,
@@ -135,8 +138,8 @@ class ModernStack(nn.Module):
             for _ in range(num_layers)
         )
         self.norm = nn.RMSNorm(width, eps=1e-6)
-        angles = rotary_angles(slice_size, slice_size, head_dim).to(self.norm.weight.device)
-        self.register_buffer("angles", angles, persistent=False)
+        turns = rotary_turns(slice_size, slice_size, head_dim).to(self.norm.weight.device)
+        self.register_buffer("turns", turns, persistent=False)
         self.recompute = False
 
     def forward(self, x: Tensor, local: Tensor | None = None) -> Tensor:
@@ -145,5 +148,5 @@ class ModernStack(nn.Module):
         if local is not None:
             x = x + local
         for layer in self.layers:
-            x = run_layer(layer, x, self.angles, recompute=self.recompute)
+            x = run_layer(layer, x, self.turns, recompute=self.recompute)
         return self.norm(x)

@@ -158,6 +158,30 @@ class Polyak:
             p.copy_(weights[name])
 
 
+class NonFiniteLoss(RuntimeError):
+    """Loss or gradient became NaN or infinite: training stops, and nothing of that step is handed out."""
+
+
+class _Verdict:
+    """Is a step's loss and gradient finite? On a GPU the answer is read later, so that it never waits for the CPU."""
+
+    def __init__(self, values: Tensor, message: Callable[[float, float], str]) -> None:
+        """values [2]: loss and gradient norm; message: of them, the error's."""
+        self.message, self.event = message, None
+        self.values = values
+        if values.is_cuda:
+            self.values = torch.empty_like(values, device="cpu", pin_memory=True)
+            self.values.copy_(values, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def check(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+        if not torch.isfinite(self.values).all():
+            raise NonFiniteLoss(self.message(*self.values.tolist()))
+
+
 @dataclass
 class TrainState:
     """All that resuming needs, beside the data position, which is step * batch_size."""
@@ -166,6 +190,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     polyak: Polyak
     step: int = 0
+    verdict: _Verdict | None = None  # of the last step, where it was not read yet
 
     @classmethod
     def create(cls, model: SPN, config: TrainConfig) -> TrainState:
@@ -178,6 +203,12 @@ class TrainState:
         if torch.cuda.is_available():
             state["cuda_rng"] = torch.cuda.get_rng_state()
         return state
+
+    def check(self) -> None:
+        """Wait until the last step is known to be good. Raises NonFiniteLoss if not: then nor are the weights."""
+        verdict, self.verdict = self.verdict, None
+        if verdict is not None:
+            verdict.check()
 
     def start_from(self, weights: dict[str, Tensor]) -> None:
         """Begin at given weights instead of random ones; the average begins there too."""
@@ -210,16 +241,13 @@ def bits_per_dim_estimate(nats: float, *, num_images: int, config: SPNConfig) ->
     return nats / dims / math.log(2) * part_of_image(config)
 
 
-class NonFiniteLoss(RuntimeError):
-    """The loss became NaN or infinite; training stops before the optimiser step."""
-
-
 def train_step(
     state: TrainState, micro_batches: Sequence[Batch], *, config: TrainConfig, forward: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
     """One optimiser step over this worker's micro-batches: (summed nats, gradient norm before clipping).
 
     `forward` is the model or a wrapper of it (compiled, data-parallel). Gradients are of the mean nats per dim.
+    Raises NonFiniteLoss: on a CPU before the weights change, on a GPU one step later or in `state.check`.
     """
     device = next(state.model.parameters()).device
     num_images = sum(len(batch.index) for batch in micro_batches)
@@ -236,12 +264,15 @@ def train_step(
         total += nats.detach()
     limit = math.inf if config.grad_clip is None else config.grad_clip
     grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), limit)
-    if not torch.isfinite(total + grad_norm):
-        keys = ", ".join(str(key) for batch in micro_batches for key in batch.keys[:4])
-        raise NonFiniteLoss(
-            f"stage {state.model.config.stage}, step {state.step}: loss {total.item() / dims:.4g} nats/dim, gradient "
-            f"norm {grad_norm.item():.4g}; batch with images {keys}, …"
-        )
+    state.check()
+    keys = ", ".join(str(key) for batch in micro_batches for key in batch.keys[:4])
+    where = f"stage {state.model.config.stage}, step {state.step}"
+    state.verdict = _Verdict(
+        torch.stack([total / dims, grad_norm.to(total.dtype)]),
+        lambda loss, norm: f"{where}: loss {loss:.4g} nats/dim, gradient norm {norm:.4g}; batch with images {keys}, …",
+    )
+    if device.type == "cpu":
+        state.check()
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate(config, state.step) * group.get("lr_scale", 1.0)
     state.optimizer.step()
@@ -276,6 +307,8 @@ def fit(
         steps += 1
         step, finished = state.step, state.step == config.num_steps
         on_step(step)
+        if step % config.log_every_steps == 0 or step % config.eval_every_steps == 0 or finished:
+            state.check()
         if step % config.log_every_steps == 0 or finished:
             estimate = bits_per_dim_estimate(float(nats), num_images=num_images, config=model.config)
             seconds = time.perf_counter() - started

@@ -119,10 +119,11 @@ def test_gated_pixelcnn_layer_is_equation_5(first, height, width, randomised):
     """Both kinds of layer against loops over pixels and taps, channel numbers that 3 does not divide."""
     layer = make_pixelcnn_layer(randomised, 0, first=first)
     x, cond = normal(1, 2, height, width, 24 if first else 7), normal(2, 2, height, width, 4)
+    shift = None if first else normal(3, 7)
     with torch.no_grad():
-        actual = layer(x, cond)
+        actual = sum(layer(x, shift, cond))
         for b in range(2):
-            close(actual[b], pixelcnn_layer_by_loops(layer, x[b], cond[b]))
+            close(actual[b], pixelcnn_layer_by_loops(layer, x[b] if first else x[b] + shift, cond[b]))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -132,7 +133,10 @@ def test_gated_pixelcnn_layer_reads_only_what_it_may(first, seed, randomised):
     layer = make_pixelcnn_layer(randomised, seed, first=first, conv=6, residual=6)
     size, channels = 5, 24 if first else 6
     x, cond = normal(seed, size, size, channels), normal(seed + 9, 1, size, size, 4)
-    jacobian = torch.autograd.functional.jacobian(lambda x: layer(x[None], cond)[0], x)  # [r, c, out, r', c', in]
+    shift = None if first else normal(seed + 5, channels)
+    jacobian = torch.autograd.functional.jacobian(
+        lambda x: layer(x[None], shift, cond)[0][0], x
+    )  # [r, c, out, r', c', in]
     jacobian = jacobian.view(size, size, 3, -1, size, size, 3, channels // 3).abs().amax((3, 7))
     for r in range(size):
         for c in range(size):
@@ -282,7 +286,7 @@ def test_attention_stack_reads_what_it_may(causal, seed, randomised):
 def test_residual_block_is_the_formula(randomised):
     """x + up(relu(3x3(relu(down(relu(x)))))), the 3x3 zero padded."""
     block = randomised(ResidualBlock(residual_channels=6, conv_channels=4), 0)
-    x = normal(1, 2, 3, 4, 6)
+    x, shift = normal(1, 2, 3, 4, 6), normal(2, 6)
     with torch.no_grad():
         hidden = (x.relu() @ block.down.weight.T + block.down.bias).relu()
         padded = torch.zeros(2, 5, 6, 4, dtype=torch.float64)
@@ -291,7 +295,7 @@ def test_residual_block_is_the_formula(randomised):
         for dy in range(3):
             for dx in range(3):
                 conv += padded[:, dy : dy + 3, dx : dx + 4] @ block.conv.weight[:, :, dy, dx].T
-        close(block(x), x + conv.relu() @ block.up.weight.T + block.up.bias)
+        close(sum(block(x - shift, shift)), x + conv.relu() @ block.up.weight.T + block.up.bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])

@@ -16,28 +16,28 @@ import torch
 
 from spn.layers import channel_groups
 from spn.model import SPN, nll_nats
-from spn.modern import CausalStem, GroupNorm, ModernLayer, rotary_angles, rotate
+from spn.modern import CausalStem, GroupNorm, ModernLayer, rotary_turns, rotate
 
 MODERN = {"recipe": "modern", "num_memory_rows": 10}
 
 
 def test_rotation_depends_on_the_offset_between_positions_alone():
     """Equal queries and keys: their product is the same for every pair with the same (row, column) offset."""
-    angles = rotary_angles(5, 6, 8).double()
+    turns = rotary_turns(5, 6, 8).double()
     q, k = torch.randn(2, 8, dtype=torch.float64)
     products = {}
     for (r, c), (s, d) in itertools.product(itertools.product(range(5), range(6)), repeat=2):
-        value = rotate(q[None], angles[r * 6 + c][None]) @ rotate(k[None], angles[s * 6 + d][None]).t()
+        value = rotate(q[None], turns[:, r * 6 + c, None]) @ rotate(k[None], turns[:, s * 6 + d, None]).t()
         products.setdefault((s - r, d - c), []).append(value.item())
     for values in products.values():
-        assert max(values) - min(values) < 1e-5  # angles are float32
+        assert max(values) - min(values) < 1e-5  # turns are float32
     firsts = [values[0] for values in products.values()]
     assert len({round(value, 4) for value in firsts}) > len(firsts) / 2, "different offsets differ"
 
 
 def test_rotation_keeps_lengths():
     x = torch.randn(3, 30, 8, dtype=torch.float64)
-    turned = rotate(x, rotary_angles(5, 6, 8).double())
+    turned = rotate(x, rotary_turns(5, 6, 8).double())
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
 
 
@@ -75,7 +75,7 @@ def test_a_new_layer_is_the_identity_and_can_learn(tiny_config):
     model = SPN(config)
     layer = next(m for m in model.modules() if isinstance(m, ModernLayer))
     x = torch.randn(2, 16, 8)
-    assert torch.equal(layer(x, model.decoder.attention.angles), x)
+    assert torch.equal(layer(x, model.decoder.attention.turns), x)
     image = torch.randint(2, (2, 3, 8, 8))
     index = torch.tensor([3, 1])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
