@@ -15,7 +15,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 
-.PHONY: help demo test check lint fast job ui clean
+.PHONY: help demo test faults check lint fast job ui clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -26,8 +26,12 @@ help: ## this list
 demo: $(INSTALLED) ## the whole pipeline on the built-in photos (ARGS="--dry-run", ARGS="--rerun sample", ...)
 	$(BIN)/python pipelines/full_multidim.py --config demo $(ARGS)
 
-test: $(INSTALLED) ## every test that needs no GPU (the submitted Ray job is part of `make check`)
-	$(BIN)/python -m pytest -m "not gpu" --ignore tests/pipelines/test_job_submit.py $(ARGS)
+test: $(INSTALLED) ## every test that needs no GPU (a submitted Ray job: `make check`; killed machines: `make faults`)
+	$(BIN)/python -m pytest -m "not gpu" --ignore tests/pipelines/test_job_submit.py \
+		--ignore tests/pipelines/test_faults.py --ignore tests/pipelines/test_multi_node.py $(ARGS)
+
+faults: $(INSTALLED) ## killed workers, machines, drivers and servers; several Ray nodes on this machine (about 10 minutes)
+	$(BIN)/python -m pytest tests/pipelines/test_faults.py tests/pipelines/test_multi_node.py $(ARGS)
 
 # In `make check test` the tests run once: the fast ones as part of `test`.
 check: lint $(if $(filter test,$(MAKECMDGOALS)),,fast) job ## style, import rules, fast tests and one submitted Ray job
