@@ -10,8 +10,8 @@ import torch
 
 from pipelines.node import NodeOutput
 from pipelines.storage import open_store
-from spn.checkpoint import CONFIG, EMA, load_model
-from spn.model import SPN
+from spn.checkpoint import CONFIG, EMA, load_config, load_model
+from spn.model import SPN, SPNConfig
 
 
 def load_stages(inputs: Mapping[str, NodeOutput], stages: Sequence[str], *, device: str) -> dict[str, SPN]:
@@ -25,6 +25,17 @@ def load_stages(inputs: Mapping[str, NodeOutput], stages: Sequence[str], *, devi
                 store.download(name, Path(folder) / name)
             models[stage] = load_model(Path(folder), device=device)
     return models
+
+
+def load_stage_configs(inputs: Mapping[str, NodeOutput], stages: Sequence[str]) -> dict[str, SPNConfig]:
+    """{stage: configuration of its network}, in the order of `stages`, without loading any weights."""
+    configs = {}
+    for stage in stages:
+        output = inputs[f"train_{stage}"]
+        with tempfile.TemporaryDirectory() as folder:
+            open_store(output.uri).sub(output.named["checkpoint"]).download(CONFIG, Path(folder) / CONFIG)
+            configs[stage] = load_config(Path(folder))
+    return configs
 
 
 def pick_device() -> str:
