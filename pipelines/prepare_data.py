@@ -1,11 +1,8 @@
 """The node prepare_data alone: raw photos to Parquet at each resolution and bit depth.
 
 python pipelines/prepare_data.py [--config NAME|FILE] [--dry-run] [key.sub=value ...]
-<<<<<<< Updated upstream
 python pipelines/prepare_data.py --list-sources
-=======
 python pipelines/prepare_data.py --verify [URI] [--config NAME|FILE]     re-read a finished data set; 1 if damaged
->>>>>>> Stashed changes
 """
 
 from __future__ import annotations
