@@ -104,7 +104,9 @@ def test_samples_are_whole_images(first: subprocess.CompletedProcess[str], stora
 
 def test_report_is_one_file(first: subprocess.CompletedProcess[str], storage: Path) -> None:
     page = (storage / "debug/report.html").read_text()
-    assert page.count(' src="data:image/png;base64,') == page.count("src=") == 5
+    assert page.count(' src="data:image/png;base64,') == 5
+    assert page.count(' src="data:image/webp;base64,') == 1
+    assert page.count("src=") == 6
     assert "href=" not in page and "url(" not in page, "everything is inside the file"
     for needed in ("Bits/dim", "Samples", "Learning curves", "--rerun train_depth_upscale", "scaling_factor: 2"):
         assert needed in page
