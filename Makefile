@@ -30,7 +30,7 @@ test: $(INSTALLED) ## every test that needs no GPU (a submitted Ray job: `make c
 	$(BIN)/python -m pytest -m "not gpu" --ignore tests/pipelines/test_job_submit.py \
 		--ignore tests/pipelines/test_faults.py --ignore tests/pipelines/test_multi_node.py $(ARGS)
 
-faults: $(INSTALLED) ## killed workers, machines, drivers and servers; several Ray nodes on this machine (about 10 minutes)
+faults: $(INSTALLED) ## killed workers, machines, drivers and servers; several Ray nodes on this machine (minutes)
 	$(BIN)/python -m pytest tests/pipelines/test_faults.py tests/pipelines/test_multi_node.py $(ARGS)
 
 # In `make check test` the tests run once: the fast ones as part of `test`.

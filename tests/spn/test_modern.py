@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from spn.layers import channel_groups
-from spn.model import SPN, nll_nats
+from spn.model import SPN, cosines, nll_nats
 from spn.modern import CausalStem, GroupNorm, ModernLayer, rotary_turns, rotate
 
 MODERN = {"recipe": "modern", "num_memory_rows": 10}
@@ -116,3 +116,18 @@ def test_probabilities_of_all_images_sum_to_one(stage, scaling_factor, seed, tin
         layer.norm.sizes = [layer.norm.gain.numel(), 0, 0]
     if len(model.decoder.layers) > 1:
         assert abs(total() - 1) > 1e-6
+
+
+@pytest.mark.parametrize("num_values", [2, 8, 256])
+def test_cosines_are_orthogonal_and_of_unit_mean_square(num_values):
+    rows = cosines(num_values, range(1, num_values))
+    expected = num_values * torch.eye(num_values - 1)
+    torch.testing.assert_close(rows.t() @ rows, expected, rtol=0, atol=1e-3)
+
+
+def test_a_new_table_and_head_treat_near_intensities_alike(tiny_config):
+    """Neighbours are nearer than intensities far apart, in each colour's table and in the map to logits."""
+    torch.manual_seed(0)
+    decoder = SPN(tiny_config("baseline", image_size=8, scaling_factor=1, num_bits=8, decoder=MODERN)).decoder
+    for table in (*decoder.intensity.table.weight.chunk(3), *decoder.head.weight.chunk(3)):
+        assert (table[1:] - table[:-1]).norm(dim=1).mean() < 0.5 * (table[128:] - table[:128]).norm(dim=1).mean()
