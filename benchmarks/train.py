@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,8 +24,8 @@ if __name__ == "__main__":
 
 from pipelines.config import load, stage_model_config, stage_train_config
 from spn.flops import peak_flops, training_flops
-from spn.model import SPN
-from spn.training import Batch, TrainState, train_step
+from spn.model import SPN, SPNConfig
+from spn.training import Batch, TrainConfig, TrainState, train_step
 
 
 def main() -> None:
@@ -55,15 +56,26 @@ def main() -> None:
         (arguments.out / name).write_text(json.dumps(result, indent=1) + "\n")
 
 
-def measure(model_config, train_config, *, batch: int, accumulate: int, steps: int, compiled: bool) -> dict:
+def measure(
+    model_config: SPNConfig,
+    train_config: TrainConfig,
+    *,
+    batch: int,
+    accumulate: int,
+    steps: int,
+    compiled: bool,
+    device: str = "cuda",
+) -> dict[str, Any]:
     """Times whole optimiser steps; raises torch.OutOfMemoryError where the batch does not fit."""
     torch.manual_seed(0)
-    device = torch.device("cuda")
-    torch.cuda.reset_peak_memory_stats()
+    gpu = device == "cuda"
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
     model = SPN(model_config).to(device)
     state = TrainState.create(model, train_config)
     forward = torch.compile(model) if compiled else model
     size = model_config.image_size
+    wait = torch.cuda.synchronize if gpu else lambda: None
 
     def draw(num_values: int):
         return torch.randint(0, num_values, (batch, 3, size, size), device=device)
@@ -77,17 +89,18 @@ def measure(model_config, train_config, *, batch: int, accumulate: int, steps: i
     started = time.perf_counter()
     for _ in range(3):
         train_step(state, [data] * 2, config=train_config, forward=forward)
-    torch.cuda.synchronize()
+    wait()
     warm = time.perf_counter() - started
     started = time.perf_counter()
     for _ in range(steps):
         train_step(state, [data] * accumulate, config=train_config, forward=forward)
-    torch.cuda.synchronize()
+    wait()
     seconds = (time.perf_counter() - started) / steps / accumulate
     dense, useful = training_flops(model_config)
-    peak = peak_flops(torch.cuda.get_device_name())
+    card = torch.cuda.get_device_name() if gpu else device
+    peak = peak_flops(card)
     return {
-        "card": torch.cuda.get_device_name(),
+        "card": card,
         "torch": torch.__version__,
         "batch": batch,
         "images_per_sec": batch / seconds,
@@ -95,7 +108,7 @@ def measure(model_config, train_config, *, batch: int, accumulate: int, steps: i
         "micro_step_sec": seconds,
         "mfu": peak and batch * dense / seconds / peak,
         "mfu_useful": peak and batch * useful / seconds / peak,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
         "tflop_per_slice": dense / 1e12,
         "compile_and_warm_up_sec": warm,
     }
