@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def rgb_mask(out_groups: Tensor, in_groups: Tensor, *, strict: bool) -> Tensor:
     return out > inp if strict else out >= inp
 
 
-def run_layer(layer: nn.Module, *inputs: Tensor, recompute: bool) -> Any:
+def run_layer(layer: Callable[..., Any], *inputs: Any, recompute: bool) -> Any:
     """layer(*inputs); with `recompute` its activations are not kept but computed again in the backward pass."""
     if recompute and torch.is_grad_enabled():
         return checkpoint(layer, *inputs, use_reentrant=False)
@@ -115,21 +116,28 @@ class GatedPixelCNNLayer(nn.Module):
         self.up = MaskedLinear(stream, half)
 
     def forward(self, x: Tensor, shift: Tensor | None, cond: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, h, w, R], shift [R] (first layer: embedded values, None), cond [B, h, w, K] -> the new x and shift."""
+        """x [B, h, w, R], shift [R] (first layer: embedded values, None) -> the new x and shift.
+
+        cond [B, h, w, 2C]: the conditioning's share of the gate, self.cond of it; a decoder makes all layers' at once.
+        """
         if self.down is None:
             a = x
         elif self.norm is None:
             a = self.down(x, shift)  # [B, h, w, C]
         else:
             a = self.down(self.norm(x + shift.to(x.dtype)))
-        weight, bias = self.masked_filter()
-        around = F.pad(a, (0, 0, 1, 1, 2, 0)).permute(0, 3, 1, 2)  # two rows above, a column on either side
-        gate = F.conv2d(around, weight, bias).permute(0, 2, 3, 1) + self.cond(cond)  # [B, h, w, 2C]
-        f, g = gate.chunk(2, dim=-1)
-        y, weight = torch.tanh(f) * torch.sigmoid(g), self.up.masked_weight()
+        y, weight = self.gated(a, cond), self.up.masked_weight()
         if self.is_first:
             return F.linear(y, weight), self.up.bias
         return add_product(x, y, weight), shift + self.up.bias
+
+    def gated(self, a: Tensor, cond: Tensor) -> Tensor:
+        """a [B, h, w, C] (first layer: embedded values), cond [B, h, w, 2C] -> y [B, h, w, C]."""
+        weight, bias = self.masked_filter()
+        around = F.pad(a, (0, 0, 1, 1, 2, 0)).permute(0, 3, 1, 2)  # two rows above, a column on either side
+        gate = F.conv2d(around, weight, bias).permute(0, 2, 3, 1) + cond  # [B, h, w, 2C]
+        f, g = gate.chunk(2, dim=-1)
+        return torch.tanh(f) * torch.sigmoid(g)
 
     def masked_filter(self) -> tuple[Tensor, Tensor]:
         """Both stacks as one masked 3x3 filter [2C, C, 3, 3], and its bias: they are linear up to the gate.
@@ -142,6 +150,42 @@ class GatedPixelCNNLayer(nn.Module):
             taps = [self.left.weight, self.current.masked_weight(), torch.zeros_like(self.left.weight)]
             weight = torch.cat([above, torch.stack(taps, dim=-1)[:, :, None]], dim=2)
             return weight, self.current.bias + self.link.weight @ self.vertical.bias
+
+
+def run_group(
+    layers: Sequence[GatedPixelCNNLayer], x: Tensor, shift: Tensor | None, conds: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Layers without norm one after another, over one reading and one writing of the wide stream.
+
+    x, shift as of one layer, conds one for each. Between the stream and a layer stands a linear map, so what a layer
+    adds reaches a later one of the group through the product of its map up and the other's map down, both masked: C
+    channels wide instead of R.
+    """
+    with weight_products(x.device.type):
+        up = torch.cat([layer.up.masked_weight() for layer in layers], dim=1)  # [R, group * C]
+        downs = [None if layer.down is None else layer.down.masked_weight() for layer in layers]
+        sums = [torch.zeros_like(layers[0].up.bias) if shift is None else shift]  # the shift before each layer
+        for layer in layers:
+            sums.append(sums[-1] + layer.up.bias)
+        biases = [
+            None if down is None else layer.down.bias + down @ before
+            for layer, down, before in zip(layers, downs, sums[:-1], strict=True)
+        ]
+    narrow = None if shift is None else F.linear(x, torch.cat(downs), torch.cat(biases)).chunk(len(layers), dim=-1)
+    found: list[Tensor] = []  # y of the layers so far
+    for number, layer in enumerate(layers):
+        if layer.is_first:
+            a = x
+        elif number == 0:
+            a = narrow[0]
+        else:
+            y = torch.cat(found, dim=-1)
+            with weight_products(x.device.type):
+                reach = downs[number] @ up[:, : y.shape[-1]]
+            a = F.linear(y, reach, biases[number]) if narrow is None else add_product(narrow[number], y, reach)
+        found.append(layer.gated(a, conds[number]))
+    y = torch.cat(found, dim=-1)
+    return (F.linear(y, up) if shift is None else add_product(x, y, up)), sums[-1]
 
 
 def timing_signal(length: int, width: int) -> Tensor:
@@ -166,7 +210,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)  # [B, heads, T, d]
+        # Cut along the heads: compiled, these views reach the kernel as they are; of an axis of three it makes copies.
+        qkv = self.qkv(x).view(batch, length, 3 * self.num_heads, -1)
+        q, k, v = (part.transpose(1, 2) for part in qkv.chunk(3, dim=2))  # [B, heads, T, d]
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, dropout_p=dropout)
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
@@ -248,7 +294,10 @@ class AttentionStack(nn.Module):
         self.recompute = False
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.project(x)
+        return self.after_project(self.project(x))
+
+    def after_project(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
         x = x + self.timing.to(x.dtype)
         for layer in self.layers:
             x = run_layer(layer, x, recompute=self.recompute)

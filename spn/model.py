@@ -23,6 +23,7 @@ from spn.layers import (
     SelfAttention,
     add_product,
     channel_groups,
+    run_group,
     run_layer,
 )
 from spn.modern import CausalStem, GroupNorm, ModernLayer, ModernStack
@@ -191,31 +192,42 @@ class SliceEmbedder(nn.Module):
         self.out = nn.Linear(own.residual_channels, own.conv_channels)
         self.recompute = False
 
-    def slot_tensor(self, slices: Tensor, index: Tensor, given: Tensor | None) -> Tensor:
-        """The input of the embedder: slices, given [B, S*S, 3, h, w], index [B] -> [B, h, w, channels]."""
-        batch, _, _, height, width = slices.shape
-        rows = torch.arange(batch, device=slices.device)
-        source = self.sources[index]  # [B, slots]
-        padding = source == self.sources.shape[0]
-        picked = slices[rows[:, None], source.clamp(max=slices.shape[1] - 1)]  # [B, slots, 3, h, w]
-        slots = self.intensity(picked.permute(0, 3, 4, 1, 2))  # [B, h, w, slots, 24]
-        slots = slots.masked_fill(padding[:, None, None, :, None], 0.0)
-        parts = [slots.flatten(3), self.meta_position(index)[:, None, None].expand(-1, height, width, -1)]
-        if self.given_intensity is not None:
-            assert given is not None
-            seen = torch.cat([given, given[rows, index][:, None]], dim=1)  # [B, S*S + 1, 3, h, w]
-            parts.append(self.given_intensity(seen.permute(0, 3, 4, 1, 2)).flatten(3))
-        return torch.cat(parts, dim=-1)
+    def projected(self, slices: Tensor, index: Tensor, given: Tensor | None) -> Tensor:
+        """The embedder's input through its first map: slices, given [B, S*S, 3, h, w], index [B] -> [B, h, w, D].
+
+        The input has 24 channels for each slot, then those of the meta-position, then 24 for each high-bit slice and
+        for the target's own. It is never made: each slice is embedded once, and of the map's columns each target gets
+        those of the slots that its slices fill, so that empty slots cost nothing.
+        """
+        batch, num_slices, _, height, width = slices.shape
+        num_slots, project = self.sources.shape[1], self.attention.project
+        sizes = [num_slots * 24, META_UNITS] + ([num_slices * 24, 24] if self.given_intensity is not None else [])
+        columns = project.weight.split(sizes, dim=1)
+        fills = self.sources[index, None] == torch.arange(num_slices, device=index.device)[:, None]  # [B, S*S, slots]
+        by_slot = columns[0].unflatten(1, (num_slots, 24)).permute(1, 2, 0).flatten(1)  # [slots, 24 * D]
+        weight = (fills.to(by_slot.dtype) @ by_slot).view(batch, num_slices * 24, -1)
+        seen = self.intensity(slices.permute(0, 3, 4, 1, 2)).flatten(3)  # [B, h, w, S*S * 24]
+        x = (seen.flatten(1, 2) @ weight).view(batch, height, width, -1)
+        x = x + F.linear(self.meta_position(index), columns[1], project.bias)[:, None, None]
+        if self.given_intensity is None:
+            return x
+        assert given is not None
+        own = given[torch.arange(batch, device=index.device), index]
+        x = x + F.linear(self.given_intensity(given.permute(0, 3, 4, 1, 2)).flatten(3), columns[2])
+        return x + F.linear(self.given_intensity(own.permute(0, 2, 3, 1)), columns[3])
 
     def forward(self, slices: Tensor, index: Tensor, given: Tensor | None) -> Tensor:
         """Slices of the values generated so far (later ones are never read) -> s [B, h, w, conv_channels]."""
-        x = self.slot_tensor(slices, index, given)
+        x = self.projected(slices, index, given)
         batch, height, width, _ = x.shape
-        x = self.attention(x.flatten(1, 2)).view(batch, height, width, -1)
+        x = self.attention.after_project(x.flatten(1, 2)).view(batch, height, width, -1)
         x, shift = F.linear(x, self.widen.weight), self.widen.bias
         for block in self.blocks:
             x, shift = run_layer(block, x, shift, recompute=self.recompute)
         return self.out(F.relu(x + shift.to(x.dtype)))
+
+
+LAYERS_A_GROUP = 5  # PixelCNN layers between two updates of the wide stream
 
 
 class Decoder(nn.Module):
@@ -245,6 +257,7 @@ class Decoder(nn.Module):
         self.direct = nn.Linear(cond_channels, own.residual_channels, bias=False) if modern else None
         self.norm = GroupNorm(own.residual_channels) if modern else None
         self.head = MaskedLinear(channel_groups(3 * config.num_values), channel_groups(own.residual_channels))
+        self.layers_a_group = LAYERS_A_GROUP
         self.recompute = False
 
     def forward(self, target: Tensor, context: Tensor | None) -> Tensor:
@@ -258,11 +271,17 @@ class Decoder(nn.Module):
         cond = self.attention(*before).view(batch, height, width, -1)
         if context is not None:
             cond = torch.cat([cond, context.to(cond.dtype)], dim=-1)
+        shares = F.linear(cond, torch.cat([layer.cond.weight for layer in self.layers])).chunk(len(self.layers), dim=-1)
         x, shift = pixels, None
-        for layer in self.layers:
-            x, shift = run_layer(layer, x, shift, cond, recompute=self.recompute)
-            if layer.is_first and self.direct is not None:
-                x = add_product(x, cond, self.direct.weight)
+        if self.direct is None:
+            for start in range(0, len(self.layers), self.layers_a_group):
+                group = slice(start, start + self.layers_a_group)
+                x, shift = run_layer(run_group, self.layers[group], x, shift, shares[group], recompute=self.recompute)
+        else:
+            for layer, share in zip(self.layers, shares, strict=True):
+                x, shift = run_layer(layer, x, shift, share, recompute=self.recompute)
+                if layer.is_first:
+                    x = add_product(x, cond, self.direct.weight)
         x = x + shift.to(x.dtype)
         x = F.relu(x) if self.norm is None else self.norm(x)
         logits = self.head(x).view(batch, height, width, 3, self.num_values)

@@ -73,8 +73,9 @@ class ModernLayer(nn.Module):
     def queries_keys_values(self, x: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, D], turns of its positions -> three times [B, heads, T, head_dim]."""
         batch, length, _ = x.shape
-        qkv = self.qkv(self.attn_norm(x)).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        return rotate(rms_norm(qkv[0]), turns), rotate(rms_norm(qkv[1]), turns), qkv[2]
+        qkv = self.qkv(self.attn_norm(x)).view(batch, length, 3 * self.num_heads, -1)
+        q, k, v = (part.transpose(1, 2) for part in qkv.chunk(3, dim=2))
+        return rotate(rms_norm(q), turns), rotate(rms_norm(k), turns), v
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
         """Residual x [B, T, D] and attended values [B, heads, T, head_dim] -> output of the layer."""
@@ -145,8 +146,10 @@ class ModernStack(nn.Module):
     def forward(self, x: Tensor, local: Tensor | None = None) -> Tensor:
         """local [B, T, D]: the stem's output, added to the projected input."""
         x = self.project(x)
-        if local is not None:
-            x = x + local
+        return self.after_project(x if local is None else x + local)
+
+    def after_project(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
         for layer in self.layers:
             x = run_layer(layer, x, self.turns, recompute=self.recompute)
         return self.norm(x)

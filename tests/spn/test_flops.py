@@ -21,10 +21,10 @@ def test_useful_leaves_out_masked_weights_and_half_of_causal_attention(tiny_conf
     assert training_flops(config) == (3 * dense, 3 * useful)
 
 
-def test_a_wider_slot_tensor_costs_its_projection(tiny_config):
-    """The same networks on more slices: only the embedder's first map grows, by 24 channels a slot."""
+def test_more_slices_cost_their_projection(tiny_config):
+    """The same networks on more slices: only the embedder's first map grows, by 24 channels a slice."""
     small = tiny_config("size_upscale", image_size=8, scaling_factor=2)
     large = tiny_config("size_upscale", image_size=16, scaling_factor=4)
     width = small.embedder.num_attn_heads * small.embedder.attn_head_dim
     more = forward_flops(large)[0] - forward_flops(small)[0]
-    assert more == 2 * 16 * (24 - 4) * 24 * width
+    assert more == 2 * 16 * (16 - 4) * 24 * width

@@ -24,6 +24,7 @@ from spn.layers import (
     _TableLookup,
     channel_groups,
     rgb_mask,
+    run_group,
     timing_signal,
 )
 
@@ -121,7 +122,7 @@ def test_gated_pixelcnn_layer_is_equation_5(first, height, width, randomised):
     x, cond = normal(1, 2, height, width, 24 if first else 7), normal(2, 2, height, width, 4)
     shift = None if first else normal(3, 7)
     with torch.no_grad():
-        actual = sum(layer(x, shift, cond))
+        actual = sum(layer(x, shift, layer.cond(cond)))
         for b in range(2):
             close(actual[b], pixelcnn_layer_by_loops(layer, x[b] if first else x[b] + shift, cond[b]))
 
@@ -135,7 +136,7 @@ def test_gated_pixelcnn_layer_reads_only_what_it_may(first, seed, randomised):
     x, cond = normal(seed, size, size, channels), normal(seed + 9, 1, size, size, 4)
     shift = None if first else normal(seed + 5, channels)
     jacobian = torch.autograd.functional.jacobian(
-        lambda x: layer(x[None], shift, cond)[0][0], x
+        lambda x: layer(x[None], shift, layer.cond(cond))[0][0], x
     )  # [r, c, out, r', c', in]
     jacobian = jacobian.view(size, size, 3, -1, size, size, 3, channels // 3).abs().amax((3, 7))
     for r in range(size):
@@ -146,6 +147,30 @@ def test_gated_pixelcnn_layer_reads_only_what_it_may(first, seed, randomised):
                 read[r, c - 1] = True
             read[r, c] = rgb_mask(torch.arange(3), torch.arange(3), strict=first)
             assert torch.equal(jacobian[r, c].permute(1, 2, 0, 3) != 0, read), (r, c)
+
+
+@pytest.mark.parametrize("sizes", [[7], [1] * 7, [2, 2, 3], [5, 2]])
+def test_groups_of_layers_equal_the_layers_one_by_one(sizes, randomised):
+    """Stream, shift and the gradients of every parameter and input."""
+    layers = [make_pixelcnn_layer(randomised, seed, first=seed == 0) for seed in range(7)]
+    pixels, conds = normal(1, 2, 4, 5, 24), [normal(seed, 2, 4, 5, 10) for seed in range(7)]
+    inputs = [pixels, *conds, *(p for layer in layers for p in layer.parameters() if p is not layer.cond.weight)]
+    for tensor in inputs:
+        tensor.requires_grad_()
+    found = []
+    for grouped in (True, False):
+        x, shift, start = pixels, None, 0
+        for size in sizes if grouped else [1] * 7:
+            group = slice(start, start + size)
+            x, shift = (
+                run_group(layers[group], x, shift, conds[group]) if grouped else layers[start](x, shift, conds[start])
+            )
+            start += size
+        upstream = normal(9, *x.shape) + normal(10, 7)
+        grads = torch.autograd.grad((x * upstream).sum() + (shift * upstream[0, 0, 0]).sum(), inputs)
+        found.append([x, shift, *grads])
+    for actual, expected in zip(*found, strict=True):
+        close(actual, expected)
 
 
 # ---- attention ----------------------------------------------------------------------------------------------------
