@@ -271,14 +271,15 @@ class Decoder(nn.Module):
         cond = self.attention(*before).view(batch, height, width, -1)
         if context is not None:
             cond = torch.cat([cond, context.to(cond.dtype)], dim=-1)
-        shares = F.linear(cond, torch.cat([layer.cond.weight for layer in self.layers])).chunk(len(self.layers), dim=-1)
+        layers = list(self.layers)
+        shares = F.linear(cond, torch.cat([layer.cond.weight for layer in layers])).chunk(len(layers), dim=-1)
         x, shift = pixels, None
         if self.direct is None:
-            for start in range(0, len(self.layers), self.layers_a_group):
+            for start in range(0, len(layers), self.layers_a_group):
                 group = slice(start, start + self.layers_a_group)
-                x, shift = run_layer(run_group, self.layers[group], x, shift, shares[group], recompute=self.recompute)
+                x, shift = run_layer(run_group, layers[group], x, shift, shares[group], recompute=self.recompute)
         else:
-            for layer, share in zip(self.layers, shares, strict=True):
+            for layer, share in zip(layers, shares, strict=True):
                 x, shift = run_layer(layer, x, shift, share, recompute=self.recompute)
                 if layer.is_first:
                     x = add_product(x, cond, self.direct.weight)

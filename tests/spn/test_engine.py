@@ -52,6 +52,23 @@ def test_recomputed_activations_give_the_same_gradients(stage, dropout, tiny_con
     assert kept[1] < kept[0]
 
 
+@pytest.mark.parametrize("recipe", ["paper", "modern"])
+def test_a_network_is_compiled_as_one_graph(recipe, tiny_config):
+    """Nothing in it makes torch.compile fall back to Python in between, and the loss stays the same."""
+    part = {"recipe": recipe, "num_memory_rows": 4}
+    config = tiny_config(
+        "depth_upscale", image_size=8, scaling_factor=2, decoder={"num_layers": 7, **part}, embedder=part
+    )
+    torch.manual_seed(0)
+    model = SPN(config)
+    loss, gradients = loss_and_gradients(model, seed=4)
+    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    compiled_loss, compiled_gradients = loss_and_gradients(model, seed=4)
+    torch.testing.assert_close(compiled_loss, loss)
+    for actual, expected in zip(compiled_gradients, gradients, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_training_starts_from_another_runs_averaged_weights(tiny_config, tmp_path):
     config = tiny_config("size_upscale", image_size=8, scaling_factor=2)
     torch.manual_seed(1)

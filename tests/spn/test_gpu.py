@@ -6,6 +6,7 @@ python -m pytest -m gpu tests/spn/test_gpu.py
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from spn.decoding import incremental_logits
 from spn.layers import IntensityEmbedding
 from spn.model import SPN, nll_nats
 from spn.sampling import sample_chain
-from spn.training import Batch, TrainConfig, TrainState, train_step
+from spn.training import Batch, NonFiniteLoss, TrainConfig, TrainState, fit, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -75,6 +76,58 @@ def test_bfloat16_loss_is_close_to_float32(which, compiled, tiny_config):
     torch.testing.assert_close(half, whole, rtol=1e-2, atol=0.0)
     half.backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_wrong_numbers_are_reported_a_step_later(tiny_config):
+    """The CPU reads a step's verdict while the next one runs; that one changes nothing, and names the step at fault."""
+    model = networks(tiny_config)[0].cuda()
+    settings = TrainConfig(num_steps=5, batch_size=6)
+    state, batch = TrainState.create(model, settings), moved(inputs(model, 6, 0))
+    train_step(state, [batch], config=settings, forward=model)
+    train_step(state, [batch], config=settings, forward=lambda *given: model(*given) * math.nan)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(NonFiniteLoss, match="stage first_slice, step 1: loss nan"):
+        train_step(state, [batch], config=settings, forward=model)
+    assert state.step == 2
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), before[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_wrong_numbers_of_the_last_step_are_found_by_check(tiny_config):
+    model = networks(tiny_config)[0].cuda()
+    settings = TrainConfig(num_steps=5, batch_size=6)
+    state, batch = TrainState.create(model, settings), moved(inputs(model, 6, 0))
+    train_step(state, [batch], config=settings, forward=model)
+    state.check()
+
+    def broken(*given: torch.Tensor) -> torch.Tensor:
+        logits = model(*given)
+        logits.register_hook(lambda grad: grad * math.inf)  # the loss is finite, the gradient is not
+        return logits
+
+    train_step(state, [batch], config=settings, forward=broken)
+    with pytest.raises(NonFiniteLoss, match="step 1"):
+        state.check()
+
+
+def test_fit_hands_out_nothing_of_a_step_with_wrong_numbers(tiny_config):
+    """Before each log, validation and checkpoint the verdict is waited for."""
+    model = networks(tiny_config)[0].cuda()
+    settings = TrainConfig(
+        num_steps=6, batch_size=6, log_every_steps=2, eval_every_steps=2, checkpoint_every_steps=2, polyak_warmup=True
+    )
+    state, seen = TrainState.create(model, settings), []
+    with pytest.raises(NonFiniteLoss, match="step 3"):
+        fit(
+            state,
+            config=settings,
+            batches=([moved(inputs(model, 6, step))] for step in range(6)),
+            forward=lambda *given: model(*given) * (math.nan if state.step == 3 else 1.0),
+            evaluate=lambda: 1.0,
+            on_log=lambda step, metrics: seen.append(step),
+            on_checkpoint=lambda state, score: seen.append(state.step),
+        )
+    assert seen == [2, 2, 2]  # rate and loss, validation, checkpoint
 
 
 def test_table_gradient_under_autocast_is_the_embeddings():
