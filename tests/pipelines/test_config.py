@@ -49,7 +49,8 @@ def test_preset_loads_and_keeps_its_name(name: str) -> None:
 
 def test_presets_of_the_paper_are_there() -> None:
     table_4 = {"imagenet32", "imagenet64", "imagenet128", "imagenet256", "celebahq256"}
-    assert table_4 | {"cifar10", "demo", "debug"} == set(configs.preset_names())
+    ours = {"cifar10", "cifar10_modern", "imagenet64_modern", "demo", "debug"}
+    assert table_4 | ours == set(configs.preset_names())
 
 
 @pytest.mark.parametrize("name", ["imagenet32", "imagenet64", "imagenet128", "imagenet256", "celebahq256"])
@@ -70,6 +71,8 @@ def test_presets_of_the_paper_have_its_slices_and_optimiser(name: str) -> None:
         ("imagenet256", "imagenet_area", "auto"),
         ("celebahq256", "celebahq", "celebahq"),
         ("cifar10", "cifar10", "cifar10"),
+        ("cifar10_modern", "cifar10", "cifar10"),
+        ("imagenet64_modern", "imagenet_oord", "imagenet_oord"),
     ],
 )
 def test_presets_name_the_data_set_that_their_source_makes(name: str, dataset: str, source: str) -> None:

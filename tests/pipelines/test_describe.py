@@ -55,6 +55,32 @@ def test_parameters_are_the_papers(name: str, overrides: tuple[str, ...], stage:
     assert found["paper_parameters"] == millions * 1e6
 
 
+def test_recipe_modern_for_one_stage_alone() -> None:
+    """The stage named has the parts that only this recipe has, in numbers that follow from its sizes."""
+    found = described("debug", "per_stage.size_upscale.model.decoder.recipe=modern")
+    own = load("debug").model.decoder
+    width = own.num_attn_heads * own.attn_head_dim
+    for stage, description in found.items():
+        stem = description["parameters"].get("decoder_stem")
+        assert stem == (24 * 4 * 7 * width if stage == "size_upscale" else None)
+    layer = 4 * width**2 + 3 * width * own.num_memory_rows + 2 * width  # attention, feed-forward layer, norms
+    attention = 25 * width + own.num_attn_layers * layer + width
+    assert found["size_upscale"]["parameters"]["decoder_attention"] == attention
+
+
+def test_presets_of_recipe_modern_are_what_was_raced() -> None:
+    """cifar10_modern has the benchmark's network; every stage of imagenet64_modern has the recipe."""
+    from benchmarks.race import VARIANTS
+    from pipelines.config import stage_model_config
+
+    assert stage_model_config(load("cifar10_modern"), "baseline") == VARIANTS["modern"].network
+    config = load("cifar10_modern").train
+    for key, value in VARIANTS["modern"].settings.items():
+        assert getattr(config, key) == value, key
+    for parts in described("imagenet64_modern").values():
+        assert "decoder_stem" in parts["parameters"] and parts["parameters"]["total"] < 150e6
+
+
 def test_flops_of_a_decoder_are_the_sum_of_its_matrices() -> None:
     """Dense: every weight that a position is multiplied with counts 2, attention 4 * keys * width a position."""
     config = load("debug")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipelines import full_multidim, prepare_data
-from pipelines.config import load
+from pipelines.config import load, stage_model_config, stage_names
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -22,6 +22,18 @@ def test_configuration_for_own_photos(tmp_path: Path, monkeypatch: pytest.Monkey
     arguments = ["--config", str(ROOT / "docs/own_data.yaml"), f"data.root={tmp_path}", f"storage={tmp_path / 'runs'}"]
     assert full_multidim.main([*arguments, "--dry-run"]) == 0
     assert prepare_data.main([*arguments, "--verify"]) == 2  # nothing is built
+
+
+def test_overrides_of_the_recipe_page() -> None:
+    """The command that turns a preset to recipe modern loads, for every stage."""
+    text = (ROOT / "docs/recipes.md").read_text()
+    command = re.search(r"--config (\w+) (data\.root=FOLDER.*?)\n\n", text, re.DOTALL)
+    overrides = command[2].replace("\\\n", " ").split()
+    config = load(command[1], overrides)
+    assert len(overrides) > 8 and config.train.optimizer == "muon"
+    for stage in stage_names(config):
+        found = stage_model_config(config, stage)
+        assert {part.recipe for part in (found.decoder, found.embedder) if part} == {"modern"}
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
