@@ -1,6 +1,6 @@
 """One stage as a Ray Train job: TorchTrainer, Ray Data ingest, checkpoints with their exact data position.
 
-The only file with TorchTrainer, get_dataset_shard, prepare_model and report. What a step is and how it is resumed is
+The only file with TorchTrainer, get_dataset_shard and report. What a step is and how it is resumed is
 in spn.training; here are the workers around it. A run is named stage-fingerprint-attempt: Ray Train resumes a name that
 it finds on storage, and one that is finished trains nothing more.
 """
@@ -22,8 +22,7 @@ import pyarrow as pa
 import ray.data
 import ray.train
 import torch
-import torch.distributed as dist
-from ray.train.torch import TorchConfig, TorchTrainer, get_device, prepare_model
+from ray.train.torch import TorchConfig, TorchTrainer, get_device
 from torch import Tensor
 
 from data_prep.ingest import collate, train_stream
@@ -31,6 +30,7 @@ from data_prep.order import draws
 from data_prep.parquet import open_dataset
 from pipelines import storage
 from pipelines.node import NodeContext
+from pipelines.parallel import make_forward, sum_over_workers
 from pipelines.storage import Store
 from spn.bitdepth import stage_values
 from spn.checkpoint import CONFIG, EMA, load_trainer, load_weights, save_checkpoint, start_weights
@@ -178,9 +178,7 @@ def train_worker(settings: dict[str, Any]) -> None:
             history = resume(state, Path(folder), device)
     elif config.init_from is not None:
         state.start_from(start_weights_of(config.init_from, model_config))
-    forward = prepare_model(model) if num_workers > 1 else model
-    if config.compile:
-        forward = torch.compile(forward)
+    forward = make_forward(model, compiled=config.compile)
     flops_per_slice, peak = speed_limits(model_config, device)
     # Rank 0 logs the training; the first worker of every other machine opens the run for that machine's numbers alone.
     run = settings["run"].open() if workers.get_local_rank() == 0 else None
@@ -232,6 +230,7 @@ def train_worker(settings: dict[str, Any]) -> None:
             on_log=on_log,
             on_checkpoint=on_checkpoint,
             on_step=on_step,
+            sum_over_workers=sum_over_workers,
         )
     finally:
         if run is not None:
@@ -346,6 +345,5 @@ class ValidImages:
             )
             with torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
                 nats += image_nats(model, values, given, slices=scored_slices(model, first_given=False)).sum()
-        if self.num_workers > 1:
-            dist.all_reduce(nats)
+        nats = sum_over_workers(nats)
         return bits_per_dim(nats.item(), num_images=self.num_images, image_size=config.image_size)

@@ -292,13 +292,15 @@ def fit(
     on_log: Callable[[int, dict[str, float]], None],
     on_checkpoint: Callable[[TrainState, dict[str, float]], None],
     on_step: Callable[[int], None] = lambda step: None,
+    sum_over_workers: Callable[[Tensor], Tensor] = lambda value: value,  # called by all of them after the same steps
 ) -> None:
     """Train to config.num_steps: log, validate on Polyak-averaged weights, and hand out checkpoints with their score.
 
-    The last step always validates and checkpoints. Whatever the callbacks do, state is complete when they are called.
+    What is logged is of the whole batch, whichever worker had which part of it. The last step always validates and
+    checkpoints. Whatever the callbacks do, state is complete when they are called.
     """
     model = state.model.train()
-    nats, num_images, steps, started = 0.0, 0, 0, time.perf_counter()
+    nats, num_images, steps, started = 0.0, 0, 0, time.perf_counter()  # of this worker since the last log
     while state.step < config.num_steps:
         micro_batches = next(batches)
         total, grad_norm = train_step(state, micro_batches, config=config, forward=forward)
@@ -310,7 +312,8 @@ def fit(
         if step % config.log_every_steps == 0 or step % config.eval_every_steps == 0 or finished:
             state.check()
         if step % config.log_every_steps == 0 or finished:
-            estimate = bits_per_dim_estimate(float(nats), num_images=num_images, config=model.config)
+            counted = sum_over_workers(torch.stack([nats, nats.new_tensor(num_images)])).tolist()
+            estimate = bits_per_dim_estimate(counted[0], num_images=round(counted[1]), config=model.config)
             seconds = time.perf_counter() - started
             on_log(
                 step,

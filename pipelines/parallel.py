@@ -1,0 +1,45 @@
+"""One network on several workers: each holds all of it, and gradients are averaged once an optimiser step.
+
+The process group is the caller's: Ray Train makes it in the pipeline, benchmarks/ddp.py by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def num_workers() -> int:
+    """Workers of this process's group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def make_forward(model: nn.Module, *, compiled: bool) -> Callable[..., Tensor]:
+    """What a training step calls instead of the model: compiled if asked for, wrapped where there are several workers.
+
+    The wrapper has `no_sync`, so that micro-batches before a step's last exchange nothing. It begins with rank 0's
+    weights on all workers.
+    """
+    forward = model
+    if compiled:
+        # By default the compiler cuts the graph into pieces, so that the exchange begins before the backward pass ends.
+        # Once in a whole optimiser step that saves less than the cuts cost in every micro-batch.
+        torch._dynamo.config.optimize_ddp = False
+        forward = torch.compile(model)
+    if num_workers() == 1:
+        return forward
+    # No buffer of ours changes in training: there is nothing to broadcast before every forward pass.
+    return DistributedDataParallel(forward, broadcast_buffers=False)
+
+
+def sum_over_workers(value: Tensor) -> Tensor:
+    """The sum over all workers, on each of them. All must call it. `value` itself is left alone."""
+    if num_workers() == 1:
+        return value
+    total = value.clone()
+    dist.all_reduce(total)
+    return total
