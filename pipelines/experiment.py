@@ -93,11 +93,13 @@ class ResourcesConfig(NodeResources):
     """Of all nodes, and of the machine."""
 
     num_cpus: int | None = None  # logical CPUs of the embedded Ray; None: the machine's
+    num_gpus: int | None = None  # GPUs of the embedded Ray; None: those that Ray finds
     per_node: dict[str, Any] = field(default_factory=dict)  # {node: what is different there}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _at_least(self, 1, "num_cpus")
+        _at_least(self, 0, "num_gpus")
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,7 @@ def make_forward(model: nn.Module, *, compiled: bool) -> Callable[..., Tensor]:
         # Once in a whole optimiser step that saves less than the cuts cost in every micro-batch.
         torch._dynamo.config.optimize_ddp = False
         forward = torch.compile(model)
-    if num_workers() == 1:
-        return forward
-    # No buffer of ours changes in training: there is nothing to broadcast before every forward pass.
-    return DistributedDataParallel(forward, broadcast_buffers=False)
+    return DistributedDataParallel(forward) if num_workers() > 1 else forward
 
 
 def sum_over_workers(value: Tensor) -> Tensor:

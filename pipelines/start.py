@@ -48,7 +48,7 @@ def start(
     if dry_run:
         print("\n".join(plan.lines()))
         return DONE
-    session = cluster.connect(num_cpus=config.resources.num_cpus)
+    session = cluster.connect(num_cpus=config.resources.num_cpus, num_gpus=config.resources.num_gpus)
     try:
         dag.check_fits(plan, session)
         with _locked(store) as lock:

@@ -77,7 +77,7 @@ import json, sys
 if sys.argv[1] == "ray first":
     import ray
 from pipelines.cluster import connect, disconnect
-info = connect(num_cpus=2)
+info = connect(num_cpus=2, num_gpus=3)
 import psutil, ray
 
 @ray.remote(num_cpus=1)
@@ -96,7 +96,8 @@ for process in everyone:
     except psutil.NoSuchProcess:
         pass
 disconnect()
-print(json.dumps({"mode": info.mode, "cpus": info.resources["CPU"], "names": names, "open": open_to, "seen": seen}))
+has = [info.resources["CPU"], info.resources["GPU"]]
+print(json.dumps({"mode": info.mode, "has": has, "names": names, "open": open_to, "seen": seen}))
 """
 
 
@@ -116,7 +117,7 @@ def test_an_embedded_session_listens_on_loopback_only(tmp_path: Path, order: str
     )
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
-    assert found["mode"] == "embedded" and found["cpus"] == 2
+    assert found["mode"] == "embedded" and found["has"] == [2, 3]
     assert {"gcs_server", "raylet"} <= set(found["names"])
     assert {name for name, *_ in found["open"]} >= {"gcs_server", "raylet"}
     assert [entry for entry in found["open"] if not is_loopback(entry[1])] == []

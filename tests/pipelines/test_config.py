@@ -49,7 +49,7 @@ def test_preset_loads_and_keeps_its_name(name: str) -> None:
 
 def test_presets_of_the_paper_are_there() -> None:
     table_4 = {"imagenet32", "imagenet64", "imagenet128", "imagenet256", "celebahq256"}
-    ours = {"cifar10", "cifar10_modern", "imagenet64_modern", "demo", "debug"}
+    ours = {"cifar10", "cifar10_modern", "imagenet64_modern", "faces64", "demo", "debug"}
     assert table_4 | ours == set(configs.preset_names())
 
 
@@ -347,7 +347,8 @@ MISTAKES = {
     ("stages=size_upscale",): "stages must be a list, e.g. stages=[...]",
     ("bits=[3,[8]]",): "bits must be a flat list",
     ("resources=3",): "resources is a section, not a value; set resources.KEY, with KEY one of num_workers, "
-    "cpus_per_worker, use_gpu, gpus_per_worker, num_to_keep, max_failures, retry_wait_sec, num_cpus, per_node",
+    "cpus_per_worker, use_gpu, gpus_per_worker, num_to_keep, max_failures, retry_wait_sec, num_cpus, num_gpus, "
+    "per_node",
     (
         "per_stage.first_slice=3",
     ): "per_stage.first_slice is a section, not a value; set per_stage.first_slice.KEY, with KEY one of model, train",
