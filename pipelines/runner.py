@@ -22,6 +22,7 @@ from pipelines.attempts import Success
 from pipelines.cluster import ClusterInfo
 from pipelines.faults import is_infrastructure
 from pipelines.git import git_commit
+from pipelines.ledger import Ledger
 from pipelines.lock import Lock
 from pipelines.masking import mask
 from pipelines.node import Node, NodeContext, NodeOutput
@@ -29,7 +30,7 @@ from pipelines.plan import KEEP, NOT_SELECTED, RUN, SKIP, WAIT, Decision, Plan, 
 from pipelines.progress import Hub, LiveDisplay, PlainDisplay, clock
 from pipelines.storage import Store
 from pipelines.task import Outcome, Task, adopt, execute, one_line
-from pipelines.tracking import Ledger, RunHandle
+from pipelines.tracking import RunHandle
 
 EXECUTED, SKIPPED, FAILED, BLOCKED = "executed", "skipped", "failed", "blocked"
 MAX_CALLS = 1  # nodes a process serves: with one, its memory and its global state go when the node ends
@@ -247,7 +248,7 @@ class _Engine:
             "started": before.get("started") or now,
             "starts": [*starts, now],
             "ingredients": decision.ingredients,
-            "mlflow_run_id": handle.run_id,
+            "mlflow_run_id": handle.reference,
         }
         store.write_bytes(posixpath.join(folder, attempts.STARTED), json.dumps(started, indent=1).encode())
         context = NodeContext(

@@ -15,6 +15,7 @@ from pipelines.attempts import ERROR
 from pipelines.config import ExperimentConfig, resolve_storage, to_yaml
 from pipelines.errors import UserError
 from pipelines.git import git_commit
+from pipelines.ledger import Ledger
 from pipelines.lock import Lock
 from pipelines.masking import mask_uris
 from pipelines.storage import Store, check_run_folder, claim_run_folder, join, open_store
@@ -122,7 +123,7 @@ def _run(
 ) -> tuple[dag.RunReport, str]:
     """The report and the tracking URI."""
     uri, artifacts = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
-    ledger = tracking.Ledger(uri, experiment=config.name, run_folder=store.uri, artifacts=artifacts)
+    ledger = Ledger(uri, experiment=config.name, run_folder=store.uri, artifacts=artifacts)
     ledger.start_pipeline(
         tags={"config": config.name, "git_commit": git_commit()},
         params=dataclasses.asdict(config),

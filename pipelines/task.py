@@ -81,7 +81,7 @@ def execute(task: Task) -> Outcome:
         upstream=dict(task.upstream),
         ingredients=dict(task.ingredients),
         metrics={key: float(value) for key, value in result.metrics.items()},
-        mlflow_run_id=task.context.run.run_id,
+        mlflow_run_id=task.context.run.known().run_id,
         git_commit=task.git_commit,
     )
     store.write_bytes(posixpath.join(task.folder, attempts.SUCCESS), success.to_bytes())

@@ -3,8 +3,8 @@
 It mirrors what storage holds. When it cannot be reached, one warning appears, numbers are kept for a while and sent
 later, and the work goes on.
 
-The driver owns a `Ledger` (one parent run for a start of the pipeline, one child run for each node); tasks and train
-workers get a picklable `RunHandle` and log through the `NodeRun` that it opens.
+The driver opens and ends runs (ledger.py); tasks and train workers get a picklable `RunHandle` and log through the
+`NodeRun` that it opens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from urllib.parse import quote, unquote, urlsplit
 import numpy as np
 
 from pipelines import fingerprint, registry
-from pipelines.masking import mask, mask_uris, plain_uri
+from pipelines.masking import mask, plain_uri
 from pipelines.storage import Store
 
 if TYPE_CHECKING:
@@ -40,9 +40,10 @@ _TAG_CHARS = 5000
 _BATCH = 100  # parameters in one call
 _METRIC_BATCH = 1000  # metrics in one call; MLflow's limit
 _MAX_WAITING = 10_000  # calls kept while the server is away; the oldest go first
-_RETRY_SEC = (1, 2, 5, 10, 30)
-_CLOSE_SEC = 20.0  # how long closing a run waits for what was not sent yet
+RETRY_SEC = (1, 2, 5, 10, 30)
+CLOSE_SEC = 20.0  # how long closing a run waits for what was not sent yet
 PARENT_TAG = "mlflow.parentRunId"
+KEY_TAG, KEY = "run_key", "key:"  # of a run that was asked for while the server was away; such a reference's beginning
 UI = "http://127.0.0.1:5000"  # where `make ui` and `ui_command` show a SQLite file
 # A server's login, as MLflow itself reads it.
 _USER, _PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
@@ -51,8 +52,9 @@ _LOGIN = (_USER, _PASSWORD, "MLFLOW_TRACKING_TOKEN")
 
 @dataclass(frozen=True)
 class RunHandle:
-    """Points to an MLflow run; without run_id it points nowhere and opens a silent run. Picklable.
+    """Points to an MLflow run; without run_id and key it points nowhere and opens a silent run. Picklable.
 
+    A run that could not be opened yet, since the server was away, is known by a key that it will have as a tag.
     It carries the server's login to other machines: Ray shows environment variables of a job to everybody who may look
     at its dashboard, and this to nobody.
     """
@@ -60,18 +62,45 @@ class RunHandle:
     uri: str = ""
     run_id: str | None = None
     experiment_id: str | None = None
+    key: str = ""
+    experiment: str = ""  # its name, beside a key
     login: Mapping[str, str] = field(default_factory=dict, compare=False)  # environment variables
 
     def __repr__(self) -> str:
-        return f"RunHandle({mask(self.uri)!r}, {self.run_id!r})"
+        return f"RunHandle({mask(self.uri)!r}, {self.reference!r})"
+
+    @property
+    def reference(self) -> str | None:
+        """What another start finds the run by; None if it points nowhere."""
+        return self.run_id or (f"{KEY}{self.key}" if self.key else None)
 
     def open(self) -> NodeRun:
         """The run, to log to. Close it, or use it in a `with` block."""
-        return NodeRun(self) if self.uri and self.run_id else NullRun()
+        return NodeRun(self) if self.uri and self.reference else NullRun()
 
     def at(self, run_id: str | None) -> RunHandle:
         """Another run of the same experiment; nowhere if there is none, or if this handle points nowhere."""
-        return replace(self, run_id=run_id) if self.run_id and run_id else RunHandle()
+        return replace(self, run_id=run_id, key="") if self.reference and run_id else RunHandle()
+
+    def known(self) -> RunHandle:
+        """With its run_id, if the run has been opened by now; asks the server once, and never raises."""
+        if self.run_id or not self.key:
+            return self
+        try:
+            return self.found(make_client(self.uri))
+        except Exception as error:  # the mirror must not stop the work
+            warn_once(self.uri, error)
+            return self
+
+    def found(self, client: MlflowClient) -> RunHandle:
+        """With its run_id. Raises ConnectionError while the run has not been opened."""
+        if self.run_id:
+            return self
+        experiment = client.get_experiment_by_name(self.experiment)
+        runs = [] if experiment is None else runs_with_key(client, experiment.experiment_id, self.key)
+        if not runs:
+            raise ConnectionError("the run could not be opened yet")
+        return replace(self, run_id=runs[0].info.run_id, experiment_id=experiment.experiment_id, key="")
 
     def link(self, run_id: str) -> str:
         """Address of a run of this experiment in the UI."""
@@ -111,10 +140,8 @@ class NodeRun:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0, *, time_ms: int | None = None) -> None:
         """time_ms: when they were measured, since 1970; None: now."""
-        from mlflow.entities import Metric
-
         now = int(time.time() * 1000) if time_ms is None else time_ms
-        entities = [Metric(key, float(value), now, step) for key, value in metrics.items()]
+        entities = metric_entities(metrics, step=step, time_ms=now)
         self._put(lambda client: client.log_batch(self.handle.run_id, metrics=entities))
 
     def log_history(self, history: Iterable[Mapping[str, float]]) -> None:
@@ -134,7 +161,7 @@ class NodeRun:
 
     def log_params(self, params: Mapping[str, Any]) -> None:
         """Nested values are flattened; a parameter that is there already keeps its value."""
-        for batch in _param_batches(params):
+        for batch in param_batches(params):
             self._put(lambda client, batch=batch: client.log_batch(self.handle.run_id, params=batch))
 
     def log_image(self, image: Any, *, key: str, step: int = 0) -> None:
@@ -179,10 +206,10 @@ class NodeRun:
         self._watch = _MachineWatch(self, step, prefix=f"system/{name}/" if name else "system/")
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        entities = _tags(tags)
+        entities = tag_entities(tags)
         self._put(lambda client: client.log_batch(self.handle.run_id, tags=entities))
 
-    def flush(self, *, timeout_sec: float = _CLOSE_SEC) -> bool:
+    def flush(self, *, timeout_sec: float = CLOSE_SEC) -> bool:
         """Waits until all is sent; False if the server stayed away."""
         deadline = time.monotonic() + timeout_sec
         with self._wake:
@@ -195,7 +222,9 @@ class NodeRun:
         """Flushes and stops; what could not be sent is counted in one warning."""
         if self._watch is not None:
             self._watch.stop()
-        sent = self.flush()
+        # A server that this process has waited for in vain once is not given the whole time again.
+        sent = self.flush(timeout_sec=1.0 if self.handle.uri in _away else CLOSE_SEC)
+        _away.discard(self.handle.uri) if sent else _away.add(self.handle.uri)
         with self._wake:
             self._closing = True
             left = len(self._calls)
@@ -221,13 +250,14 @@ class NodeRun:
                 call = self._calls.popleft()
                 self._busy = True
             try:
-                client = client or _client(self.handle.uri)
+                client = client or make_client(self.handle.uri)
+                self.handle = self.handle.found(client)
                 call(client)
                 failures = 0
             except Exception as error:  # whatever goes wrong with the mirror must not stop the work
                 client = None
-                again = _is_unreachable(error)
-                _warn_once(self.handle.uri, error)
+                again = is_unreachable(error)
+                warn_once(self.handle.uri, error)
                 with self._wake:
                     if again and len(self._calls) < _MAX_WAITING:
                         self._calls.appendleft(call)
@@ -235,7 +265,7 @@ class NodeRun:
                         self._lost += 1
                     self._busy = False
                     if again and not self._closing:
-                        self._wake.wait(timeout=_RETRY_SEC[min(failures, len(_RETRY_SEC) - 1)])
+                        self._wake.wait(timeout=RETRY_SEC[min(failures, len(RETRY_SEC) - 1)])
                 failures += 1
                 continue
             with self._wake:
@@ -272,7 +302,7 @@ class _MachineWatch:
         self._run, self._step, self._prefix = run, step, prefix
         self._stopped = threading.Event()
         logging.getLogger("mlflow.system_metrics").setLevel(logging.WARNING)  # it tells every CPU machine of no GPU
-        self._monitor = SystemMetricsMonitor(run.handle.run_id, tracking_uri=run.handle.uri)
+        self._monitor = SystemMetricsMonitor(run.handle.run_id or "", tracking_uri=run.handle.uri)
         self._thread = threading.Thread(target=self._sample_all, name="mlflow-system", daemon=True)
         self._thread.start()
 
@@ -296,127 +326,6 @@ class _MachineWatch:
         for sensor in self._monitor.monitors:
             sensor.clear_metrics()
         return found
-
-
-class Ledger:
-    """The driver's side: experiment, parent run, one child run for each node. Never raises for a missing server."""
-
-    def __init__(self, uri: str, *, experiment: str, run_folder: str, artifacts: str | None = None) -> None:
-        """artifacts: absolute place of the experiment's artifacts; None leaves it to the server."""
-        self.uri, self.run_folder = uri, mask_uris(run_folder)
-        self.parent_id: str | None = None
-        self._endings: dict[str, str] = {}  # run -> status that MLflow has not been told yet
-        self.experiment_id: str | None = ""  # None: could not be opened, nothing is recorded
-        self._client = _try(uri, lambda: _make_store(uri)) if uri else None
-        self.experiment_id = self._do(lambda client: _experiment(client, experiment, artifacts))
-
-    def start_pipeline(self, *, tags: Mapping[str, str], params: Mapping[str, Any], files: Mapping[str, str]) -> None:
-        """Closes what a killed driver left open, then opens the parent run. files: {name: text} artifacts."""
-        self.reconcile()
-        self.parent_id = self._create("pipeline", {"node": "pipeline", **tags})
-        with self.handle(self.parent_id).open() as run:
-            run.log_params(params)
-            for name, text in files.items():
-                run.log_text(text, name)
-
-    def start_node(
-        self, node: str, *, tags: Mapping[str, str], params: Mapping[str, Any], continue_id: str | None = None
-    ) -> RunHandle:
-        """Child run of a node; continue_id is the run of the unfinished attempt that goes on, if there was one."""
-        if continue_id is not None and self._reopen(continue_id, tags):
-            return self.handle(continue_id)
-        handle = self.handle(self._create(node, {"node": node, **tags}))
-        with handle.open() as run:
-            run.log_params(params)
-        return handle
-
-    def reuse_node(self, node: str, *, tags: Mapping[str, str], reused_run: str | None) -> RunHandle:
-        """Child run of a skipped node: no numbers, only a pointer to the run that made its output."""
-        note = f"Up to date; made by run {reused_run}" if reused_run else "Up to date"
-        more = {"reused_run": reused_run or "unknown", "mlflow.note.content": note}
-        run_id = self._create(node, {"node": node, **tags, **more})
-        self._terminate(run_id, "FINISHED")
-        return self.handle(run_id)
-
-    def finish(self, handle: RunHandle, status: str, *, metrics: Mapping[str, float] | None = None) -> None:
-        """status: FINISHED, FAILED or KILLED. Metrics that the node logged itself are left alone."""
-        if metrics and handle.run_id is not None:
-            logged = self._do(lambda client: set(client.get_run(handle.run_id).data.metrics)) or set()
-            missing = {key: value for key, value in metrics.items() if key not in logged}
-            if missing:
-                with handle.open() as run:
-                    run.log_metrics(missing)
-        self._terminate(handle.run_id, status)
-
-    def close(self, status: str) -> None:
-        """Ends the parent run; waits a while for a server that does not answer."""
-        deadline = time.monotonic() + _CLOSE_SEC
-        self._terminate(self.parent_id, status)
-        while self._endings and time.monotonic() < deadline:
-            time.sleep(_RETRY_SEC[0])
-            self._send_endings()
-
-    def reconcile(self) -> list[str]:
-        """Marks runs of this run folder that are still RUNNING as KILLED: their driver is gone. Returns their ids.
-
-        Call it only while holding the run folder's lock.
-        """
-        folder = self.run_folder.replace("'", "")
-        query = f"attributes.status = 'RUNNING' and tags.run_folder = '{folder}'"
-        found = self._do(lambda client: client.search_runs([self.experiment_id], query, max_results=1000)) or []
-        for run in found:
-            self._terminate(run.info.run_id, "KILLED")
-        return [run.info.run_id for run in found]
-
-    def handle(self, run_id: str | None) -> RunHandle:
-        login = {name: os.environ[name] for name in _LOGIN if name in os.environ} if _is_server(self.uri) else {}
-        return RunHandle(self.uri, run_id, self.experiment_id, login) if run_id else RunHandle()
-
-    def _create(self, name: str, tags: Mapping[str, str]) -> str | None:
-        more = {"run_folder": self.run_folder.replace("'", "")}
-        if self.parent_id is not None:
-            more[PARENT_TAG] = self.parent_id
-        values = {key: mask(str(value))[:_TAG_CHARS] for key, value in {**more, **tags}.items()}
-        run = self._do(lambda client: client.create_run(self.experiment_id, run_name=name, tags=values))
-        return run.info.run_id if run is not None else None
-
-    def _reopen(self, run_id: str, tags: Mapping[str, str]) -> bool:
-        """Makes a closed run RUNNING again, under this start's parent, so that its curves go on."""
-        self._endings.pop(run_id, None)
-        if self._client is None:
-            return False
-        try:
-            self._client.update_run(run_id, status="RUNNING")  # refused for a run that was deleted
-            self._client.log_batch(run_id, tags=_tags({**tags, PARENT_TAG: self.parent_id or ""}))
-        except Exception as error:  # a new database does not know the old run: a new one is as good
-            return _is_unreachable(error)  # the run is there, and will take what is sent to it later
-        return True
-
-    def _terminate(self, run_id: str | None, status: str) -> None:
-        if run_id is not None:
-            self._endings[run_id] = status
-        self._send_endings()
-
-    def _send_endings(self) -> None:
-        """Tells MLflow which runs have ended; what it cannot be told now stays for the next call."""
-        for run_id, status in list(self._endings.items()):
-            try:
-                if self._client is not None:
-                    self._client.set_terminated(run_id, status)
-            except Exception as error:  # the mirror must not stop the work
-                _warn_once(self.uri, error)
-                if _is_unreachable(error):
-                    return
-            del self._endings[run_id]
-
-    def _do(self, call: Callable[[MlflowClient], Any]) -> Any:
-        client = None if self.experiment_id is None else self._client
-        return None if client is None else _try(self.uri, lambda: call(client))
-
-
-def silent_ledger() -> Ledger:
-    """Records nothing."""
-    return Ledger("", experiment="", run_folder="")
 
 
 def default_uri(store: Store, *, name: str, configured: str | None = None) -> tuple[str, str | None]:
@@ -455,6 +364,16 @@ def _page(base: str, page: str) -> str:
     return f"{base.rstrip('/')}/#/{page}{'&' if '?' in page else '?'}workflowType=machine_learning"
 
 
+def login_of(uri: str) -> dict[str, str]:
+    """The environment variables with a server's login."""
+    return {name: os.environ[name] for name in _LOGIN if name in os.environ} if _is_server(uri) else {}
+
+
+def runs_with_key(client: MlflowClient, experiment_id: str, key: str) -> list[Any]:
+    """The run that was asked for under this key, if it has been opened."""
+    return list(client.search_runs([experiment_id], f"tags.{KEY_TAG} = '{key}'", max_results=1))
+
+
 def flush_open_runs() -> None:
     """Closes every run that this process still has open."""
     for run in list(_open_runs):
@@ -483,10 +402,11 @@ def _take_login(uri: str) -> str:
 
 _open_runs: weakref.WeakSet[NodeRun] = weakref.WeakSet()
 _warned: set[str] = set()
+_away: set[str] = set()  # servers that did not answer while a run was closed
 atexit.register(flush_open_runs)
 
 
-def _client(uri: str) -> MlflowClient:
+def make_client(uri: str) -> MlflowClient:
     """Raises ConnectionError for a SQLite file that is not there: opening it would make an empty one."""
     # MLflow reads these on use; an unreachable server must fail fast instead of holding up training.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -498,21 +418,23 @@ def _client(uri: str) -> MlflowClient:
 
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it tells of each try; we warn once
     return MlflowClient(tracking_uri=uri)
 
 
-def _make_store(uri: str) -> MlflowClient:
+def make_store(uri: str) -> MlflowClient:
     """Creates a SQLite schema here, once: several processes at once on a fresh file all fail."""
     if uri.startswith("sqlite:///"):
         file = Path(uri.removeprefix("sqlite:///"))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-    client = _client(uri)
+    client = make_client(uri)
     client.search_experiments(max_results=1)
     return client
 
 
-def _experiment(client: MlflowClient, name: str, artifacts: str | None) -> str:
+def open_experiment(client: MlflowClient, name: str, artifacts: str | None) -> str:
+    """The id of the experiment of this name, made or restored if need be."""
     found = client.get_experiment_by_name(name)
     if found is None:
         place = Path(artifacts).absolute().as_uri() if artifacts else None
@@ -522,22 +444,14 @@ def _experiment(client: MlflowClient, name: str, artifacts: str | None) -> str:
     return found.experiment_id
 
 
-def _try(uri: str, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except Exception as error:  # the mirror must not stop the work
-        _warn_once(uri, error)
-        return None
-
-
-def _warn_once(uri: str, error: Exception) -> None:
+def warn_once(uri: str, error: Exception) -> None:
     if uri not in _warned:
         _warned.add(uri)
         why = mask(next(iter(str(error).splitlines()), type(error).__name__))
         log.warning("MLflow at %s does not take records (%s); the run goes on", mask(uri), why)
 
 
-def _is_unreachable(error: BaseException | None) -> bool:
+def is_unreachable(error: BaseException | None) -> bool:
     """True when the same call may work later; a call that MLflow refuses would be refused again."""
     while error is not None:
         busy = getattr(error, "error_code", "") in ("TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
@@ -547,13 +461,19 @@ def _is_unreachable(error: BaseException | None) -> bool:
     return False
 
 
-def _tags(tags: Mapping[str, str]) -> list[Any]:
+def metric_entities(metrics: Mapping[str, float], *, step: int, time_ms: int) -> list[Any]:
+    from mlflow.entities import Metric
+
+    return [Metric(key, float(value), time_ms, step) for key, value in metrics.items()]
+
+
+def tag_entities(tags: Mapping[str, str]) -> list[Any]:
     from mlflow.entities import RunTag
 
     return [RunTag(key, mask(str(value))[:_TAG_CHARS]) for key, value in tags.items()]
 
 
-def _param_batches(params: Mapping[str, Any]) -> list[list[Any]]:
+def param_batches(params: Mapping[str, Any]) -> list[list[Any]]:
     from mlflow.entities import Param
 
     flat = [Param(key, mask(str(value))[:_VALUE_CHARS]) for key, value in fingerprint.flatten(params).items()]

@@ -99,7 +99,7 @@ from pipelines import cluster, dag, progress, storage, tracking
 session = cluster.connect(num_cpus=1, python_path=(Path(sys.argv[1]),))
 node = dag.Node("a", "toy.nodes:wait_for_ever", options={"place": sys.argv[2]}, max_failures=1)
 plan = dag.plan([node], storage.open_store(sys.argv[2]), packages=("toy",), root=Path(sys.argv[1]))
-report = dag.run(plan, cluster=session, ledger=tracking.silent_ledger(), display=progress.PlainDisplay())
+report = dag.run(plan, cluster=session, ledger=silent_ledger(), display=progress.PlainDisplay())
 print("END", report.nodes["a"].state, report.nodes["a"].error)
 """
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from pipelines import registry, tracking
+from pipelines.ledger import Ledger
 from pipelines.registry import CANDIDATE, CHAMPION, StageModel, judge
 from pipelines.storage import open_store
-from pipelines.tracking import Ledger, default_uri
+from pipelines.tracking import default_uri
 
 FIRST = StageModel(
     stage="size_upscale",
@@ -62,12 +63,12 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Ledger:
 
 
 def holders(ledger: Ledger, stage: str = "size_upscale") -> dict[str, str]:
-    aliases = tracking._client(ledger.uri).get_registered_model(f"demo.{stage}").aliases
+    aliases = tracking.make_client(ledger.uri).get_registered_model(f"demo.{stage}").aliases
     return {alias: str(version) for alias, version in aliases.items()}
 
 
 def test_versions_and_aliases_of_three_trainings(ledger: Ledger) -> None:
-    client = tracking._client(ledger.uri)
+    client = tracking.make_client(ledger.uri)
 
     def register(model: StageModel) -> str:
         handle = ledger.start_node("train_size_upscale", tags={}, params={})
@@ -112,7 +113,7 @@ class BrokenOff:
 
 
 def test_a_registration_that_broke_off_anywhere_is_finished_by_the_next(ledger: Ledger) -> None:
-    client = tracking._client(ledger.uri)
+    client = tracking.make_client(ledger.uri)
     handle = ledger.start_node("train_broken", tags={}, params={})
     model = dataclasses.replace(FIRST, stage="broken", attempt="9")
     for calls in range(20):

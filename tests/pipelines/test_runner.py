@@ -21,13 +21,14 @@ import pytest
 from pipelines import attempts, runner, tracking
 from pipelines.cluster import ClusterInfo
 from pipelines.errors import UserError
+from pipelines.ledger import Ledger, silent_ledger
 from pipelines.lock import Lock
 from pipelines.node import Node
 from pipelines.plan import Plan, plan
 from pipelines.progress import PlainDisplay
 from pipelines.runner import RunReport, Stopped, run
 from pipelines.storage import Store, open_store
-from pipelines.tracking import PARENT_TAG, Ledger, default_uri, silent_ledger
+from pipelines.tracking import PARENT_TAG, default_uri
 
 TOYS = Path(__file__).parent / "toys"
 TWO_CPUS = ClusterInfo("embedded", {"CPU": 2.0})
@@ -265,7 +266,7 @@ def test_a_signal_stops_the_tasks_and_closes_their_runs(
     thread.join()
     assert is_gone(int((tmp_path / "pid").read_text()))
     assert signal.getsignal(signal.SIGTERM) == before
-    (found,) = tracking._client(uri).search_runs([ledger.experiment_id], "tags.node = 'a'")
+    (found,) = tracking.make_client(uri).search_runs([ledger.experiment_id], "tags.node = 'a'")
     assert found.info.status == "KILLED"
     (attempt,) = attempts.history(store, "a")
     assert attempt.success is None
@@ -301,7 +302,7 @@ def test_mlflow_has_one_run_for_each_node_and_one_curve_over_two_starts(store: S
     flag.unlink()
     second = started()
     done, _ = go(store, nodes, ledger=second)
-    client = tracking._client(uri)
+    client = tracking.make_client(uri)
     for found in client.search_runs([second.experiment_id]):
         client_runs.setdefault(found.data.tags["node"], []).append(found)
     (curve,) = client_runs["b"]

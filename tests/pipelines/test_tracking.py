@@ -21,8 +21,9 @@ import pytest
 
 from pipelines import tracking
 from pipelines.git import git_commit
+from pipelines.ledger import Ledger, silent_ledger
 from pipelines.storage import Store, open_store
-from pipelines.tracking import PARENT_TAG, Ledger, NullRun, RunHandle, compare_link, default_uri, ui_command
+from pipelines.tracking import PARENT_TAG, NullRun, RunHandle, compare_link, default_uri, ui_command
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def make_ledger(place: Path, *, run_folder: str = "/runs/demo", experiment: str 
 
 
 def client(ledger: Ledger) -> Any:
-    return tracking._client(ledger.uri)
+    return tracking.make_client(ledger.uri)
 
 
 def history(ledger: Ledger, handle: RunHandle, key: str) -> list[tuple[int, float]]:
@@ -182,7 +183,7 @@ def test_nothing_secret_reaches_the_records(
     database = RunHandle(f"postgresql://me:{secret}@127.0.0.1:1/mlflow", "r1")
     assert secret not in repr(database) and "127.0.0.1" in repr(database)
     monkeypatch.setattr(tracking, "_warned", set())
-    tracking._warn_once(database.uri, ConnectionError(f"no answer from {database.uri}"))
+    tracking.warn_once(database.uri, ConnectionError(f"no answer from {database.uri}"))
     assert "no answer" in caplog.text and secret not in caplog.text
 
 
@@ -192,13 +193,13 @@ def test_a_servers_login_leaves_its_address_and_travels_unseen(tmp_path: Path, m
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://anna:p%40ss-word@h:5000/mlflow")
     uri, _ = default_uri(open_store(tmp_path), name="demo")
     assert uri == "https://h:5000/mlflow" and ui_command(uri).startswith("https://h:5000/mlflow/#/experiments?")
-    ledger = tracking.silent_ledger()
+    ledger = silent_ledger()
     ledger.uri = uri
     handle = pickle.loads(pickle.dumps(ledger.handle("r1")))
     assert "p@ss-word" not in repr(handle) and handle.at("r2").login == handle.login
     for name in tracking._LOGIN:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(tracking, "_client", lambda uri: FakeClient())
+    monkeypatch.setattr(tracking, "make_client", lambda uri: FakeClient())
     handle.open().close()
     assert (os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"]) == ("anna", "p@ss-word")
 
@@ -262,7 +263,7 @@ def test_without_mlflow_nothing_is_recorded_and_nothing_fails() -> None:
         run.log_metrics({"a": 1.0}, step=1)
         run.log_image(np.zeros((2, 2, 3), np.uint8), key="x")
         run.set_tags({"a": "b"})
-    ledger = tracking.silent_ledger()
+    ledger = silent_ledger()
     ledger.start_pipeline(tags={}, params={}, files={})
     handle = ledger.start_node("a", tags={}, params={})
     ledger.finish(handle, "FINISHED", metrics={"a": 1.0})
@@ -278,16 +279,63 @@ def test_an_unreachable_server_warns_once_and_the_run_goes_on(
     with caplog.at_level(logging.WARNING, logger="pipelines.tracking"):
         ledger = Ledger(uri, experiment="demo", run_folder="x")
         ledger.start_pipeline(tags={}, params={}, files={})
-        assert ledger.start_node("a", tags={}, params={}) == RunHandle()
+        handle = ledger.start_node("a", tags={}, params={})
+        assert handle.run_id is None and handle.known() == handle
     assert len([r for r in caplog.records if uri in r.getMessage()]) == 1
 
 
+def test_a_server_that_is_away_at_the_start_gets_everything_later(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that could not be opened: parent, a node that ends meanwhile, one that goes on, and one that was skipped."""
+    monkeypatch.setattr(tracking, "RETRY_SEC", (0.05,))
+    monkeypatch.setattr(tracking, "CLOSE_SEC", 0.3)
+    left_open = make_ledger(place, run_folder="/runs/late")
+    away, make_client = threading.Event(), tracking.make_client
+    away.set()
+
+    def client_if_there(uri: str) -> Any:
+        if away.is_set():
+            raise ConnectionError("away")
+        return make_client(uri)
+
+    monkeypatch.setattr(tracking, "make_client", client_if_there)
+    ledger = make_ledger(place, run_folder="/runs/late")
+    handles = {node: ledger.start_node(node, tags={"stage": node}, params={"x": 1}) for node in ("a", "b")}
+    handles["c"] = ledger.reuse_node("c", tags={}, reused_run="run7")
+    assert ledger.parent_id is None and not any(handle.run_id for handle in handles.values())
+    ledger.finish(handles["a"], "FINISHED", metrics={"valid": 3.0})
+    run = pickle.loads(pickle.dumps(handles["b"])).open()  # as a worker does
+    run.log_metrics({"loss": 2.0}, step=1)
+    assert not run.flush(timeout_sec=0.2) and handles["b"].known().run_id is None
+    away.clear()
+    assert run.flush(timeout_sec=20)
+    run.log_metrics({"loss": 1.0}, step=2)
+    run.close()
+    ledger.finish(handles["b"], "FAILED")
+    ledger.close("FAILED")
+    opened = {node: handle.known() for node, handle in handles.items()}
+    found = {node: client(ledger).get_run(handle.run_id) for node, handle in opened.items()}
+    assert {node: run.info.status for node, run in found.items()} == {"a": "FINISHED", "b": "FAILED", "c": "FINISHED"}
+    assert all(run.data.tags[PARENT_TAG] == ledger.parent_id for run in found.values())
+    assert found["a"].data.metrics == {"valid": 3.0} and found["a"].data.params == {"x": "1"}
+    assert history(ledger, opened["b"], "loss") == [(1, 2.0), (2, 1.0)]
+    assert found["c"].data.tags["reused_run"] == "run7"
+    parent = client(ledger).get_run(ledger.parent_id)
+    assert parent.info.status == "FAILED" and parent.data.params == {"seed": "1"}
+    assert [f.path for f in client(ledger).list_artifacts(ledger.parent_id)] == ["config.yaml"]
+    # What an earlier driver left open is closed before runs of this start are opened, and only that.
+    assert client(ledger).get_run(left_open.parent_id).info.status == "KILLED"
+    # The next start goes on in a run that this one knew only by its key.
+    after = make_ledger(place, run_folder="/runs/late")
+    again = after.start_node("b", tags={}, params={}, continue_id=handles["b"].reference)
+    assert again.run_id == opened["b"].run_id
+    after.close("FINISHED")
+
+
 def test_a_missing_database_file_is_not_created_by_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "_CLOSE_SEC", 0.1)
+    monkeypatch.setattr(tracking, "CLOSE_SEC", 0.1)
     run = RunHandle(f"sqlite:///{tmp_path}/mlflow.db", "r1").open()
     run.log_metrics({"a": 1.0})
     assert not run.flush(timeout_sec=0.3)
-    monkeypatch.setattr(run, "flush", lambda: False)
     run.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -312,8 +360,8 @@ class FakeClient:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
     made = FakeClient()
-    monkeypatch.setattr(tracking, "_client", lambda uri: made)
-    monkeypatch.setattr(tracking, "_RETRY_SEC", (0.01,))
+    monkeypatch.setattr(tracking, "make_client", lambda uri: made)
+    monkeypatch.setattr(tracking, "RETRY_SEC", (0.01,))
     return made
 
 

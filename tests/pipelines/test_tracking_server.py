@@ -26,9 +26,10 @@ import numpy as np
 import pytest
 
 from pipelines import tracking
+from pipelines.ledger import Ledger
 from pipelines.registry import CANDIDATE, CHAMPION, StageModel
 from pipelines.storage import open_store
-from pipelines.tracking import Ledger, default_uri
+from pipelines.tracking import default_uri
 
 pytestmark = pytest.mark.slow
 USER, PASSWORD = "anna", "hunter2secret"
@@ -149,7 +150,7 @@ def test_everything_is_recorded_behind_a_login(
     ledger.finish(handle, "FINISHED")
     ledger.close("FINISHED")
 
-    client = tracking._client(ledger.uri)
+    client = tracking.make_client(ledger.uri)
     found = client.get_run(handle.run_id)
     assert found.data.metrics["valid/bits_per_dim"] == 1.5 and found.data.params == {"lr": "0.1"}
     assert [file.path for file in client.list_artifacts(ledger.parent_id)] == ["config.yaml"]
