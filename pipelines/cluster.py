@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,11 +19,13 @@ from typing import Any
 
 import yaml
 
+from pipelines import orphans
 from pipelines.errors import UserError
 from pipelines.fingerprint import ROOT
 from pipelines.git import git_commit
 
 OBJECT_STORE_BYTES = 300_000_000  # nodes hand over paths, so little travels through Ray's shared memory
+_watcher: subprocess.Popen | None = None  # beside an embedded session
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets this variable for the entry point of a submitted job
 
 _EVERYWHERE = {
@@ -130,13 +133,18 @@ def connect(
         logging_level=logging.ERROR,
         configure_logging=False,
     )
+    global _watcher
+    _watcher = orphans.watch()
     return _describe("embedded")
 
 
 def disconnect() -> None:
     """Ends an embedded session, leaves a cluster."""
+    global _watcher
     if "ray" in sys.modules:
         sys.modules["ray"].shutdown()
+    orphans.dismiss(_watcher)
+    _watcher = None
 
 
 def _import_ray() -> Any:

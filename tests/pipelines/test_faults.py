@@ -126,7 +126,7 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def assert_all_end(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=60)
+    _, alive = psutil.wait_procs(processes, timeout=30)
     assert not alive, f"left behind: {alive}"
 
 
@@ -160,10 +160,10 @@ def test_a_training_that_meets_every_fault_ends_as_if_there_had_been_none(
     run = training.launch(tmp_path, *options)
     stopped_at = training.committed(tmp_path)
     training.wait_for_step(tmp_path, stopped_at + 20, run)
-    workers = training.train_workers(run.pid)
+    processes = family(run)
     run.kill()
     run.wait()
-    assert_all_end(workers)  # without its driver a session ends by itself, Ray's own agents up to minutes later
+    assert_all_end(processes)
 
     output = training.finish(training.launch(tmp_path, *options))
     assert re.search(r"train_size_upscale +run +attempt \S+ was interrupted; continues it", output), output
