@@ -95,7 +95,8 @@ OUT_OF_MEMORY = """
 import os, sys
 from pathlib import Path
 os.environ["RAY_memory_usage_threshold"] = "0"  # Ray's monitor finds the machine out of memory whatever is used
-from pipelines import cluster, dag, progress, storage, tracking
+from pipelines import cluster, dag, progress, storage
+from pipelines.ledger import silent_ledger
 session = cluster.connect(num_cpus=1, python_path=(Path(sys.argv[1]),))
 node = dag.Node("a", "toy.nodes:wait_for_ever", options={"place": sys.argv[2]}, max_failures=1)
 plan = dag.plan([node], storage.open_store(sys.argv[2]), packages=("toy",), root=Path(sys.argv[1]))
