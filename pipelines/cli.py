@@ -16,12 +16,15 @@ import functools
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from pipelines.config import ExperimentConfig, load, nearest, preset_names, stage_names
 from pipelines.errors import UserError
 from pipelines.masking import masked_output
 from pipelines.start import collect_garbage, show_status, start
+
+if TYPE_CHECKING:
+    from pipelines.own_images import OwnImages
 
 UNUSABLE, INTERRUPTED = 2, 130
 CHOICES = {"--only": "only", "--rerun": "rerun", "--keep": "keep", "--from": "start_from"}
@@ -105,9 +108,10 @@ def _main(argv: Sequence[str] | None, *, prog: str, only: tuple[str, ...], choos
         if look is not None:
             return look(load(arguments.config, arguments.overrides))
     config = load(arguments.config, arguments.overrides)
+    own = _own_images(config, only)
     if choose_stage:
         only = (f"train_{_known_stage(config, arguments.stage)}",)
-    return start(config, **{"only": only, **chosen}, dry_run=arguments.dry_run)
+    return start(config, **{"only": only, **chosen}, dry_run=arguments.dry_run, own=own)
 
 
 def _looks(
@@ -126,6 +130,17 @@ def _looks(
         if chosen[key]:
             raise UserError(f"{option} {chosen[key][0]}: {asked[0]} looks at all nodes; leave it out")
     return functools.partial(collect_garbage, delete=arguments.yes) if arguments.gc else show_status
+
+
+def _own_images(config: ExperimentConfig, only: tuple[str, ...]) -> OwnImages | None:
+    """The images that `images` names, checked for what the command does with them; None if it names none."""
+    if config.images is None:
+        return None
+    if only not in (("sample",), ("evaluate",)):
+        raise UserError("images is for sample.py, which starts from them, and evaluate.py, which scores them")
+    from pipelines import own_images  # decoders of images
+
+    return own_images.for_sampling(config) if only == ("sample",) else own_images.for_scoring(config)
 
 
 def _sources_text() -> str:

@@ -35,6 +35,7 @@ from pipelines.experiment import (
     stage_model_config,
     stage_names,
     stage_temperature,
+    stage_top_p,
     stage_train_config,
     train_node,
     validate,
@@ -54,6 +55,7 @@ __all__ = [
     "stage_model_config",
     "stage_names",
     "stage_temperature",
+    "stage_top_p",
     "stage_train_config",
     "to_yaml",
     "train_node",
@@ -260,7 +262,11 @@ def _without_stages(config: ExperimentConfig, *, stages: set[str], nodes: set[st
     def kept(mapping: dict[str, Any], gone: set[str]) -> dict[str, Any]:
         return {name: value for name, value in mapping.items() if name not in gone}
 
-    sample = dataclasses.replace(config.sample, temperature=kept(config.sample.temperature, stages))
+    sample = dataclasses.replace(
+        config.sample,
+        temperature=kept(config.sample.temperature, stages),
+        top_p=kept(config.sample.top_p, stages),
+    )
     resources = dataclasses.replace(config.resources, per_node=kept(config.resources.per_node, nodes))
     return dataclasses.replace(config, per_stage=kept(config.per_stage, stages), sample=sample, resources=resources)
 

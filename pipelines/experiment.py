@@ -27,6 +27,9 @@ SYSTEMS = (  # the paper's: decoder baseline, SPN, size, depth, and full multidi
 )
 
 
+USES = ("size_upscale", "depth_upscale", "complete")  # what can be made of given images
+
+
 def _at_least(owner: object, least: float, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
@@ -56,13 +59,24 @@ class SampleConfig:
     batch_size: int = 16
     seed: int = 0
     temperature: dict[str, float] = field(default_factory=dict)  # by stage, divides the logits; 1.0 where not named
+    top_p: dict[str, float] = field(default_factory=dict)  # by stage, mass of the nucleus drawn from; all if not named
+    # With `images` and sample.py alone: what is made of the user's own images (docs/sampling.md).
+    use: str | None = None  # size_upscale, depth_upscale or complete
+    num_draws: int = 1  # for each image
+    num_given_slices: int | None = None  # complete: how many slices are given, in subscale order
+    num_given_rows: int | None = None  # complete, baseline: how many rows are given, from the top
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "num_images", "batch_size")
+        _at_least(self, 1, "num_images", "batch_size", "num_draws", "num_given_slices", "num_given_rows")
         _at_least(self, 0, "seed")
         for stage, value in self.temperature.items():
             if not 0 < value < math.inf:
                 raise ValueError(f"temperature.{stage} is {value}; it must be above 0")
+        for stage, value in self.top_p.items():
+            if not 0 < value <= 1:
+                raise ValueError(f"top_p.{stage} is {value}; it must be above 0 and at most 1")
+        if self.use is not None and self.use not in USES:
+            raise ValueError(f"use is {self.use!r}; {nearest(self.use, USES)}")
 
 
 @dataclass(frozen=True)
@@ -70,7 +84,7 @@ class NodeResources:
     """What a node may take, and how often it is started again. Never part of a fingerprint: the same results come from
     other machines. `resources` sets it for all nodes, `resources.per_node` for single ones."""
 
-    num_workers: int = 1  # Ray Train workers of a train node; they share each batch
+    num_workers: int = 1  # Ray Train workers of a train node, which share each batch; workers that draw samples
     cpus_per_worker: float = 1.0  # in per_node of another node: CPUs of that node (prepare_data: of each shard)
     use_gpu: bool = False
     gpus_per_worker: float = 1.0  # only with use_gpu
@@ -115,6 +129,8 @@ class ExperimentConfig:
     stages: list[str]  # one of SYSTEMS
     data: DataConfig
     seed: int = 0
+    images: str | None = None  # the user's own, for sample.py and evaluate.py: a file, folder or pattern, path or URI
+    image_bits: int = 8  # bits of their values; below 8 the files hold 0 .. 2^bits - 1
     storage: str | None = None  # folder or URI that holds run folders; None: `resolve_storage`
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -186,11 +202,16 @@ def train_node(stage: str) -> str:
 
 
 def node_resources(config: ExperimentConfig, node: str) -> NodeResources:
-    """What one node may take. Only train nodes have workers; the CPUs of others are set by `per_node` alone."""
+    """What one node may take. Train nodes and those that draw samples have workers; the CPUs of others are set by
+    `per_node` alone."""
     common = {f.name: getattr(config.resources, f.name) for f in dataclasses.fields(NodeResources)}
-    if not node.startswith(train_node("")):
+    if not _has_workers(node):
         common |= {"num_workers": 1, "cpus_per_worker": 1.0}
     return NodeResources(**common | config.resources.per_node.get(node, {}))
+
+
+def _has_workers(node: str) -> bool:
+    return node.startswith((train_node(""), "sample"))
 
 
 def settable_resources(node: str) -> tuple[str, ...]:
@@ -198,12 +219,19 @@ def settable_resources(node: str) -> tuple[str, ...]:
     every_node = ("cpus_per_worker", "max_failures", "retry_wait_sec")
     if node.startswith(train_node("")):
         return tuple(f.name for f in dataclasses.fields(NodeResources))
+    if _has_workers(node):
+        return tuple(f.name for f in dataclasses.fields(NodeResources) if f.name != "num_to_keep")
     return (*every_node, "use_gpu", "gpus_per_worker") if node in ("evaluate", "sample") else every_node
 
 
 def stage_temperature(config: ExperimentConfig, stage: str) -> float:
     chosen = config.sample.temperature
     return chosen.get(stage, chosen.get(stage_kind(stage), 1.0))
+
+
+def stage_top_p(config: ExperimentConfig, stage: str) -> float | None:
+    chosen = config.sample.top_p
+    return chosen.get(stage, chosen.get(stage_kind(stage)))
 
 
 def _stage_config(config: ExperimentConfig, stage: str) -> StageConfig:
@@ -265,6 +293,10 @@ def broken_rules(config: ExperimentConfig) -> Iterator[tuple[tuple[str, ...], st
     c, size = config, config.data.image_size
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", c.name):
         yield ("name",), f"name is {c.name!r}; it becomes a folder: letters, digits, '.', '_' and '-' only"
+    if not 1 <= c.image_bits <= 8:
+        yield ("image_bits",), f"image_bits is {c.image_bits}; it must be from 1 to 8"
+    if c.sample.use is not None and c.images is None:
+        yield ("sample.use",), f"sample.use is {c.sample.use}, but images is not set; images=FILE says of which images"
     if c.seed < 0:
         yield ("seed",), f"seed is {c.seed}; it must be at least 0"
     for stage in c.stages:
@@ -300,7 +332,12 @@ def broken_rules(config: ExperimentConfig) -> Iterator[tuple[tuple[str, ...], st
             f"data.image_size is {size}; scaling_factor, {c.scaling_factor}, must divide it (nearest: {near})",
         )
     names = stage_names(c)
-    for section, mapping in (("per_stage", c.per_stage), ("sample.temperature", c.sample.temperature)):
+    by_stage = {
+        "per_stage": c.per_stage,
+        "sample.temperature": c.sample.temperature,
+        "sample.top_p": c.sample.top_p,
+    }
+    for section, mapping in by_stage.items():
         for stage in mapping:
             if stage not in names and stage not in chosen:
                 yield (f"{section}.{stage}",), f"{section}: the config has no stage {stage!r}; {nearest(stage, names)}"

@@ -1,6 +1,7 @@
 """The DAG: which nodes a configuration has, what each reads of it and what it needs. The wiring, and nothing else.
 
 prepare_data -> train_<stage> (one each) -> evaluate, sample -> report
+                                         -> sample_images, score_images   (only when started with images=...)
 """
 
 from __future__ import annotations
@@ -22,17 +23,26 @@ from pipelines.experiment import (
     stage_model_config,
     stage_names,
     stage_temperature,
+    stage_top_p,
     stage_train_config,
     train_node,
 )
 from pipelines.node import Node
+from pipelines.own_images import SAMPLE, SCORE, OwnImages
 
 __all__ = ["node_names", "nodes"]
 INGEST_CPUS = 0.25  # a train node's read tasks, beside its workers
 
 
-def nodes(config: ExperimentConfig) -> list[Node]:
-    """All nodes of the pipeline. Raises UserError when the source of images is missing or empty."""
+def nodes(config: ExperimentConfig, *, own: OwnImages | None = None) -> list[Node]:
+    """All nodes of the pipeline; with own images the one node that reads them, and those above it.
+
+    Raises UserError when the source of images is missing or empty.
+    """
+    if own is not None:
+        trains = [_train(config, stage) for stage in own.stages]
+        reads_them = _score_images if own.node == SCORE else _sample_images
+        return [_prepare_data(config), *trains, reads_them(config, own)]
     stages = stage_names(config)
     trains = tuple(train_node(stage) for stage in stages)
     return [
@@ -54,9 +64,9 @@ def nodes(config: ExperimentConfig) -> list[Node]:
                 "num_images": config.sample.num_images,
                 "batch_size": config.sample.batch_size,
                 "seed": config.sample.seed,
-                "temperature": {stage: stage_temperature(config, stage) for stage in stages},
+                **_tempering(config, stages),
             },
-            **_single_process(config, "sample"),
+            **_drawing(config, "sample"),
         ),
         Node(
             name="report",
@@ -67,6 +77,40 @@ def nodes(config: ExperimentConfig) -> list[Node]:
             **_retries(node_resources(config, "report")),
         ),
     ]
+
+
+def _sample_images(config: ExperimentConfig, own: OwnImages) -> Node:
+    stages, drawing = list(own.stages), _drawing(config, SAMPLE)
+    return Node(
+        name=SAMPLE,
+        function="pipelines.nodes.sample_images:run",
+        needs=tuple(f"train_{stage}" for stage in stages),
+        config={
+            "use": own.use,
+            "num_given": own.num_given,
+            "given_bits": own.num_bits,
+            "stages": stages,
+            "num_draws": config.sample.num_draws,
+            "batch_size": config.sample.batch_size,
+            "seed": config.sample.seed,
+            **_tempering(config, stages),
+        },
+        source=own.digest,
+        tags={"use": own.use or ""},
+        **{**drawing, "options": {**drawing["options"], "images": own}},
+    )
+
+
+def _score_images(config: ExperimentConfig, own: OwnImages) -> Node:
+    alone = _single_process(config, SCORE)
+    return Node(
+        name=SCORE,
+        function="pipelines.nodes.score_images:run",
+        needs=tuple(f"train_{stage}" for stage in own.stages),
+        config={"stages": list(own.stages), "bits": own.num_bits, "batch_size": config.evaluate.batch_size},
+        source=own.digest,
+        **{**alone, "options": {**alone["options"], "images": own}},
+    )
 
 
 def _prepare_data(config: ExperimentConfig) -> Node:
@@ -134,6 +178,28 @@ def _single_process(config: ExperimentConfig, name: str) -> dict[str, Any]:
 
 def _retries(resources: NodeResources) -> dict[str, Any]:
     return {"max_failures": resources.max_failures, "retry_wait_sec": resources.retry_wait_sec}
+
+
+def _tempering(config: ExperimentConfig, stages: list[str]) -> dict[str, Any]:
+    return {
+        "temperature": {stage: stage_temperature(config, stage) for stage in stages},
+        "top_p": {stage: stage_top_p(config, stage) for stage in stages},
+    }
+
+
+def _drawing(config: ExperimentConfig, name: str) -> dict[str, Any]:
+    """Fields of a node whose images are drawn by workers."""
+    resources = node_resources(config, name)
+    return {
+        "options": {"resources": resources},
+        "num_cpus": 0,
+        "cost": {
+            "CPU": resources.num_workers * resources.cpus_per_worker,
+            "GPU": resources.num_workers * resources.gpus_per_worker if resources.use_gpu else 0,
+        },
+        "resumable": True,
+        **_retries(resources),
+    }
 
 
 def _semantic_yaml(config: ExperimentConfig) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 SEND_SEC = 0.5  # shortest time between two updates of one reporter
@@ -30,9 +30,13 @@ class Update:
 class Reporter:
     """Sends a node's progress to the hub; without a hub it is silent. Picklable."""
 
-    def __init__(self, node: str, hub: Any = None) -> None:
-        self.node, self.hub = node, hub
+    def __init__(self, node: str, hub: Any = None, *, name: str = "") -> None:
+        self.node, self.hub, self.name = node, hub, name
         self._last = 0.0
+
+    def part(self, name: str) -> Reporter:
+        """A reporter of one part of the node's work: what parts have done is shown as one sum."""
+        return Reporter(self.node, self.hub, name=name)
 
     def update(self, done: float, total: float, *, unit: str = "images", note: str = "", rate: str = "") -> None:
         """Says that `done` of `total` units are done. The last one (done >= total) is always sent."""
@@ -41,12 +45,12 @@ class Reporter:
             return
         self._last = now
         try:
-            self.hub.update.remote(self.node, Update(done, total, unit, note, rate))
+            self.hub.update.remote(self.node, Update(done, total, unit, note, rate), self.name)
         except Exception:  # the display is gone: work goes on without it
             self.hub = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"node": self.node, "hub": self.hub, "_last": 0.0}  # another machine has another clock
+        return {**self.__dict__, "_last": 0.0}  # another machine has another clock
 
 
 class Board:
@@ -54,9 +58,13 @@ class Board:
 
     def __init__(self) -> None:
         self.updates: dict[str, Update] = {}
+        self._done: dict[str, dict[str, float]] = {}  # of each part of each node
 
-    def update(self, node: str, update: Update) -> None:
-        self.updates[node] = update
+    def update(self, node: str, update: Update, part: str = "") -> None:
+        parts = self._done.setdefault(node, {})
+        # A part that is done again, by another worker, counts once it is further than before.
+        parts[part] = max(update.done, parts.get(part, 0.0)) if part else update.done
+        self.updates[node] = replace(update, done=sum(parts.values()))
 
     def snapshot(self) -> dict[str, Update]:
         return self.updates

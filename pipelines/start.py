@@ -18,6 +18,7 @@ from pipelines.git import git_commit
 from pipelines.ledger import Ledger
 from pipelines.lock import Lock
 from pipelines.masking import mask_uris
+from pipelines.own_images import OwnImages
 from pipelines.storage import Store, check_run_folder, claim_run_folder, join, open_store
 
 DONE, NODE_FAILED = 0, 1
@@ -31,21 +32,26 @@ def start(
     keep: Sequence[str] = (),
     start_from: Sequence[str] = (),
     dry_run: bool = False,
+    own: OwnImages | None = None,
 ) -> int:
-    """Runs the config's nodes (`only` these, if any) and returns the exit code.
+    """Runs the config's nodes (`only` these, if any; with `own` images the one that reads them), returns the exit code.
 
     Raises UserError before anything is written: for unknown nodes, another config's run folder, a cluster too small.
     """
     from pipelines import pipeline
 
     store = _run_folder(config)
+    only = (own.node,) if own is not None else only
     chosen = {"only": only, "rerun": rerun, "keep": keep, "start_from": start_from}
     # Before the source of images is looked at: a name needs no data.
-    planning.check_names(pipeline.node_names(config), **chosen)
-    nodes = pipeline.nodes(config)
+    names = pipeline.node_names(config) if own is None else own.node_names
+    planning.check_names(names, **chosen)
+    nodes = pipeline.nodes(config, own=own)
     plan = dag.plan(nodes, store, **chosen)
     print(to_yaml(config))
     print(f"run folder: {store.uri}")
+    if own is not None:
+        print(own_images.describe(own, config))
     if dry_run:
         print("\n".join(plan.lines()))
         return DONE
@@ -53,7 +59,8 @@ def start(
     try:
         dag.check_fits(plan, session)
         with _locked(store) as lock:
-            claim_run_folder(store, name=config.name, config_yaml=mask_uris(to_yaml(config)))
+            if own is None:  # the run folder's config stays that of its pipeline
+                claim_run_folder(store, name=config.name, config_yaml=mask_uris(to_yaml(config)))
             plan = dag.plan(nodes, store, **chosen)  # as it is now that nobody else writes
             print("\n".join(plan.lines()), flush=True)
             report, uri = _run(plan, config, session, store, lock)

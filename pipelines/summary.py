@@ -10,11 +10,13 @@ from rich.table import Table
 
 from data_prep import card
 from data_prep.parquet import open_dataset
+from pipelines.own_images import SAMPLE, SCORE
 from pipelines.runner import RunReport
 from pipelines.storage import Store, join, open_store
 from pipelines.tracking import ui_command
 
 DATASET, SAMPLES, REPORT = "dataset", "samples", "report.html"
+OWN, RECORD = "own_images", "record.json"  # of the nodes sample_images and score_images
 
 
 def publish(report: RunReport, store: Store) -> dict[str, str]:
@@ -31,9 +33,26 @@ def publish(report: RunReport, store: Store) -> dict[str, str]:
             if entry.path not in kept:  # of an earlier attempt with more images
                 store.delete(entry.path)
         made["sample grid"] = store.uri_of(f"{SAMPLES}/chain.png")
+    made.update(_publish_own(report, store))
     if page is not None and page.uri is not None:
         store.write_bytes(REPORT, open_store(page.uri).read_bytes(REPORT))
         made["report"] = store.uri_of(REPORT)
+    return made
+
+
+def _publish_own(report: RunReport, store: Store) -> dict[str, str]:
+    """Copies what was made of the user's own images to own_images/<use or scores>/, which then holds the latest."""
+    made = {}
+    for name, what in ((SAMPLE, "grid"), (SCORE, "scores")):
+        node = report.nodes.get(name)
+        if node is None or node.uri is None:
+            continue
+        source = open_store(node.uri).sub(OWN)
+        use = json.loads(source.read_bytes(RECORD))["use"]
+        store.delete(f"{OWN}/{use}")
+        for entry in source.walk():
+            store.write_bytes(f"{OWN}/{use}/{entry.path}", source.read_bytes(entry.path))
+        made[what] = store.uri_of(f"{OWN}/{use}/{'grid.png' if name == SAMPLE else 'scores.csv'}")
     return made
 
 

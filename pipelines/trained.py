@@ -10,8 +10,8 @@ import torch
 
 from pipelines.node import NodeOutput
 from pipelines.storage import join, open_store
-from spn.checkpoint import CONFIG, EMA, load_model
-from spn.model import SPN
+from spn.checkpoint import CONFIG, EMA, load_config, load_model
+from spn.model import SPN, SPNConfig
 
 
 def load_stages(inputs: Mapping[str, NodeOutput], stages: Sequence[str], *, device: str) -> dict[str, SPN]:
@@ -35,6 +35,17 @@ def checkpoint_uri(output: NodeOutput) -> str:
 def checkpoint_step(output: NodeOutput) -> int:
     """Optimiser steps behind the checkpoint that a train node chose."""
     return int(output.named["checkpoint"].rsplit("-", 1)[1])
+
+
+def load_stage_configs(inputs: Mapping[str, NodeOutput], stages: Sequence[str]) -> dict[str, SPNConfig]:
+    """{stage: configuration of its network}, in the order of `stages`, without loading any weights."""
+    configs = {}
+    for stage in stages:
+        output = inputs[f"train_{stage}"]
+        with tempfile.TemporaryDirectory() as folder:
+            open_store(output.uri).sub(output.named["checkpoint"]).download(CONFIG, Path(folder) / CONFIG)
+            configs[stage] = load_config(Path(folder))
+    return configs
 
 
 def pick_device() -> str:

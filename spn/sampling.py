@@ -1,7 +1,7 @@
 """Sampling one slice, one image and a whole chain of stages (paper section 3.4).
 
 The embedder runs once a slice, the decoder once a pixel (decoding.py); `sample_slice_slowly` is the reference. Each
-image's randomness follows from (seed, stage, image index) alone.
+image's randomness follows from (seed, stage, image index or name) alone.
 
 B batch, H W image, h w slice, V values.
 """
@@ -18,12 +18,12 @@ from torch import Tensor
 from spn.bitdepth import join_depth
 from spn.decoding import decode_slice, prepare
 from spn.draws import Draws
-from spn.model import SPN
+from spn.model import SPN, SPNConfig
 from spn.ordering import image_to_slices, slices_to_image
 
 
-def uniforms(seed: int, *, stage: str, images: Sequence[int], image_size: int) -> Tensor:
-    """[B, 3, H, W] float64 in [0, 1): the randomness of each image, by its index alone, whatever batch it is drawn in.
+def uniforms(seed: int, *, stage: str, images: Sequence[int | str], image_size: int) -> Tensor:
+    """[B, 3, H, W] float64 in [0, 1): the randomness of each image, by its index or name alone, whatever its batch.
 
     From NumPy's Philox, keyed by 128 bits: torch's CPU generator keeps 32 bits of a seed, so that two of 50,000 images
     would share their draws with a chance of a quarter.
@@ -42,44 +42,50 @@ def sample_stage(
     uniform: Tensor,
     *,
     given: Tensor | None = None,
-    first_slice: Tensor | None = None,
+    slices: Tensor | None = None,
+    rows: Tensor | None = None,
     temperature: float = 1.0,
+    top_p: float | None = None,
     on_row: Callable[[], None] | None = None,
 ) -> Tensor:
     """Sample what one stage generates: an image [B, 3, H, W], or for a first_slice stage one slice [B, 3, h, w].
 
     uniform [B, 3, H, W]: `uniforms`, one number for each value of the image. given [B, 3, H, W]: more significant
-    bits, for depth upscaling. first_slice [B, 3, h, w]: slice (0, 0), kept as it is, for size upscaling. `on_row` is
-    called after each row of pixels of each slice.
+    bits, for depth upscaling. slices [B, k, 3, h, w]: the first k slices in subscale order, kept as they are; rows
+    [B, 3, k, w]: the first k rows of the first slice that is drawn, kept as they are. Both are prefixes of the order of
+    generation, so what is drawn after them follows the model's exact conditional. `on_row` is called after each row of
+    pixels of each slice. Raises ValueError for a temperature or top_p out of range.
     """
     assert not model.training, "dropout would draw from another network than the one at hand"
     config, weights, batch = model.config, prepare(model), len(uniform)
     numbers = image_to_slices(uniform, config.scaling_factor)
-    size = config.slice_size
-    slices = torch.zeros((batch, config.num_slices, 3, size, size), dtype=torch.long, device=uniform.device)
-    todo = range(config.num_slices)
-    if first_slice is not None:
-        slices[:, 0], todo = first_slice, todo[1:]
-    elif config.stage == "first_slice":
-        todo = todo[:1]
+    size, num_known = config.slice_size, 0 if slices is None else slices.shape[1]
+    known = torch.zeros((batch, config.num_slices, 3, size, size), dtype=torch.long, device=uniform.device)
+    if slices is not None:
+        known[:, :num_known] = slices
+    todo = range(1) if config.stage == "first_slice" else range(num_known, config.num_slices)
     for number in todo:
         index = torch.full((batch,), number, device=uniform.device)
-        context = model.context(slices_to_image(slices, config.scaling_factor), index, given)
-        draws = Draws(numbers[:, number], temperature=temperature)
-        slices[:, number] = decode_slice(weights, context, draws, on_row=on_row)
+        context = model.context(slices_to_image(known, config.scaling_factor), index, given)
+        kept = rows if number == num_known else None
+        draws = Draws(numbers[:, number], temperature=temperature, top_p=top_p, known=kept)
+        known[:, number] = decode_slice(weights, context, draws, on_row=on_row)
     if config.stage == "first_slice":
-        return slices[:, 0]
-    return slices_to_image(slices, config.scaling_factor)
+        return known[:, 0]
+    return slices_to_image(known, config.scaling_factor)
 
 
-def rows_to_sample(models: Mapping[str, SPN]) -> int:
-    """Rows of pixels that a chain decodes for one batch: the number of `on_row` calls of `sample_chain`."""
-    rows = 0
-    for model in models.values():
-        num = 1 if model.config.stage == "first_slice" else model.config.num_slices
-        if model.config.stage == "size_upscale" and "first_slice" in models:
-            num -= 1
-        rows += num * model.config.slice_size
+def rows_to_sample(configs: Sequence[SPNConfig], *, num_known_slices: int = 0) -> int:
+    """Rows of pixels that a chain of stages decodes for one batch: the number of `on_row` calls of `sample_chain`."""
+    rows, known = 0, num_known_slices
+    for config in configs:
+        if config.stage == "first_slice":
+            num, known = 1, 1
+        elif config.num_given_bits:
+            num = config.num_slices
+        else:
+            num = config.num_slices - known
+        rows += num * config.slice_size
     return rows
 
 
@@ -87,32 +93,37 @@ def sample_chain(
     models: Mapping[str, SPN],
     *,
     seed: int,
-    images: Sequence[int],
+    images: Sequence[int | str],
     temperature: Mapping[str, float] | None = None,
+    top_p: Mapping[str, float] | None = None,
+    slices: Tensor | None = None,
+    rows: Tensor | None = None,
+    image: Tensor | None = None,
     on_row: Callable[[], None] | None = None,
 ) -> dict[str, Tensor]:
     """Sample images through all stages in order: {stage: what is known after it}.
 
     first_slice gives [B, 3, h, w] of d1 bits, size_upscale (or baseline) [B, 3, H, W] of d1 bits, each depth_upscale
-    the image at its depth. models are in the order of generation; images are the indices that seed each image's draws.
+    the image at its depth. models are in the order of generation; images are what seeds each image's draws. A chain may
+    start later, from values that are kept: `slices` [B, k, 3, h, w] or `rows` [B, 3, k, W] for a size_upscale or
+    baseline that comes first (see `sample_stage`), `image` [B, 3, H, W] for a depth_upscale that comes first.
     """
     known: dict[str, Tensor] = {}
-    first_slice: Tensor | None = None
-    image: Tensor | None = None
     for stage, model in models.items():
         config = model.config
         device = next(model.parameters()).device
-        uniform = uniforms(seed, stage=stage, images=images, image_size=config.image_size).to(device)
         drawn = sample_stage(
             model,
-            uniform,
+            uniforms(seed, stage=stage, images=images, image_size=config.image_size).to(device),
             given=image if config.num_given_bits else None,
-            first_slice=first_slice if config.stage == "size_upscale" else None,
+            slices=slices if config.stage == "size_upscale" else None,
+            rows=rows if config.stage == "baseline" else None,
             temperature=(temperature or {}).get(stage, 1.0),
+            top_p=(top_p or {}).get(stage),
             on_row=on_row,
         )
         if config.stage == "first_slice":
-            first_slice = drawn
+            slices = drawn[:, None]
         elif config.num_given_bits:
             assert image is not None, f"{stage} needs an image of more significant bits"
             image = drawn = join_depth(image, drawn, num_bits=config.num_bits)

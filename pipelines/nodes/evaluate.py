@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from PIL import Image
-from torch import Tensor
 
 from data_prep.parquet import Dataset, open_dataset, pixels, read_shard
 from pipelines import storage
@@ -21,9 +20,9 @@ from pipelines.node import NodeContext, NodeResult
 from pipelines.registry import StageModel
 from pipelines.trained import checkpoint_uri, load_stages, pick_device
 from spn.bitdepth import stage_values
-from spn.evaluation import bits_per_dim, image_nats, scored_slices
+from spn.evaluation import bits_per_dim, chain_nats, image_nats
 from spn.histogram import Histogram, raw_entropy_bits
-from spn.model import SPN, SPNConfig
+from spn.model import SPNConfig
 
 RESULTS, PER_IMAGE = "results.json", "per_image.parquet"
 
@@ -46,12 +45,12 @@ def run(context: NodeContext) -> NodeResult:
     raw: list[np.ndarray] = []
     for names, images in _batches(dataset, size, batch=context.config["batch_size"]):
         image = torch.from_numpy(images.copy()).to(device).permute(0, 3, 1, 2).long()
-        for stage, model in models.items():
-            first_given = _first_given(stage, stages)
-            part = _nats(model, image, slices=scored_slices(model, first_given=first_given))
+        for stage, part in chain_nats(models, image).items():
             nats[stage] += part.tolist()
-            if first_given:
-                plain_spn += (part + _nats(model, image, slices=range(1))).tolist()
+            if _first_given(stage, stages):
+                config = models[stage].config
+                values, _ = stage_values(image, stored_bits=8, given_bits=0, num_bits=config.num_bits)
+                plain_spn += (part + image_nats(models[stage], values, None, slices=range(1))).tolist()
         keys += names
         raw.append(images)
         context.progress.update(len(keys), num_test, unit="images", note=_note(nats, len(keys), size))
@@ -106,12 +105,6 @@ def _batches(dataset: Dataset, size: int, *, batch: int) -> Iterator[tuple[list[
             for start in range(0, len(table), batch):
                 rows = table.slice(start, batch)
                 yield rows.column("key").to_pylist(), pixels(rows)
-
-
-def _nats(model: SPN, image: Tensor, *, slices: range) -> Tensor:
-    config = model.config
-    values, given = stage_values(image, stored_bits=8, given_bits=config.num_given_bits, num_bits=config.num_bits)
-    return image_nats(model, values, given, slices=slices).cpu()
 
 
 def _note(nats: Mapping[str, list[float]], num_images: int, size: int) -> str:

@@ -17,7 +17,8 @@ class FakeHub:
         self.got: list[tuple[str, Update]] = []
         self.update = self
 
-    def remote(self, node: str, update: Update) -> None:
+    def remote(self, node: str, update: Update, part: str) -> None:
+        assert part == ""
         self.got.append((node, update))
 
 
@@ -53,6 +54,26 @@ def test_a_reporter_without_a_hub_or_with_a_dead_one_is_silent() -> None:
     reporter.update(1, 2)
     assert reporter.hub is None
     assert pickle.loads(pickle.dumps(reporter)).node == "a"
+
+
+def test_parts_of_a_node_are_shown_as_one_sum() -> None:
+    """Chunks drawn by several workers; one that is drawn again, after a crash, neither counts twice nor goes back."""
+    board = progress.Board()
+    board.update("sample", Update(100, 1000, "pixels"))  # from before this start
+    board.update("sample", Update(30, 1000, "pixels"), "chunk 1")
+    board.update("sample", Update(20, 1000, "pixels"), "chunk 2")
+    board.update("train", Update(7, 10))
+    assert board.snapshot() == {"sample": Update(150, 1000, "pixels"), "train": Update(7, 10)}
+    for done, total in ((5, 150), (30, 150), (50, 170)):
+        board.update("sample", Update(done, 1000, "pixels"), "chunk 1")
+        assert board.snapshot()["sample"].done == total
+    board.update("train", Update(3, 10))  # back to a checkpoint
+    assert board.snapshot()["train"].done == 3
+
+
+def test_a_reporter_names_its_part_wherever_it_travels() -> None:
+    part = pickle.loads(pickle.dumps(Reporter("sample").part("chunk 1")))
+    assert (part.node, part.name) == ("sample", "chunk 1")
 
 
 def test_rate_and_time_left_come_from_the_newest_updates() -> None:

@@ -60,7 +60,7 @@ def test_same_samples_as_the_slow_sampler_after_a_given_first_slice(stage_networ
     uniform = uniforms(1, stage="size_upscale", images=range(4), image_size=8)
     first = random_values(2, 3, 4, 3, 4, 4)
     assert torch.equal(
-        sample_stage(model, uniform, first_slice=first), sample_stage_slowly(model, uniform, first=first)
+        sample_stage(model, uniform, slices=first[:, None]), sample_stage_slowly(model, uniform, first=first)
     )
 
 
@@ -218,16 +218,66 @@ def test_chain_without_first_slice_and_plain_baseline(chain, stage_network):
     assert sample_chain(baseline, seed=1, images=range(2))["baseline"].shape == (2, 3, 4, 4)
 
 
-def test_chain_applies_the_temperature_of_each_stage(chain):
-    """A temperature names its stage: others keep their draws as long as they see the same input."""
+def test_chain_applies_the_temperature_and_top_p_of_each_stage(chain):
+    """A temperature or top_p names its stage: others keep their draws as long as they see the same input."""
     models = chain(3, 8)
     plain = sample_chain(models, seed=3, images=range(4))
     cold = sample_chain(models, seed=3, images=range(4), temperature={"depth_upscale": 0.05})
     assert torch.equal(plain["size_upscale"], cold["size_upscale"])
     assert not torch.equal(plain["depth_upscale"], cold["depth_upscale"])
-    greedy = sample_chain(models, seed=3, images=range(4), temperature={"first_slice": 1e-6})["first_slice"]
-    assert not torch.equal(plain["first_slice"], greedy)
-    assert (greedy == greedy[:1]).all()  # no chance left: all images start alike
+    for greedily in ({"temperature": {"first_slice": 1e-6}}, {"top_p": {"first_slice": 1e-6}}):
+        greedy = sample_chain(models, seed=3, images=range(4), **greedily)["first_slice"]
+        assert not torch.equal(plain["first_slice"], greedy)
+        assert (greedy == greedy[:1]).all()  # no chance left: all images start alike
+
+
+# ---- chains that start from given values ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_known", [1, 2, 3])
+def test_first_slices_are_kept_and_the_rest_is_drawn_as_if_they_had_been(num_known, chain):
+    """Slices that a chain drew itself, given back: the same image. Others: kept bit for bit, and they matter."""
+    models = {stage: model for stage, model in chain(3, 8).items() if stage != "first_slice"}
+    whole = sample_chain(models, seed=5, images=range(4))
+    slices = image_to_slices(whole["size_upscale"], 2)[:, :num_known]
+    assert same(sample_chain(models, seed=5, images=range(4), slices=slices), whole)
+    other = 7 - slices
+    drawn = sample_chain(models, seed=5, images=range(4), slices=other)
+    assert torch.equal(image_to_slices(drawn["size_upscale"], 2)[:, :num_known], other)
+    assert torch.equal(reduce_depth(drawn["depth_upscale"], from_bits=8, to_bits=3), drawn["size_upscale"])
+    rest = [image_to_slices(known["size_upscale"], 2)[:, num_known:] for known in (drawn, whole)]
+    assert not torch.equal(*rest)
+
+
+def test_first_rows_are_kept_and_the_rest_is_drawn_as_if_they_had_been(stage_network):
+    models = {"baseline": stage_network("baseline", seed=6)}
+    whole = sample_chain(models, seed=5, images=range(4))["baseline"]
+    again = sample_chain(models, seed=5, images=range(4), rows=whole[:, :, :2])["baseline"]
+    assert torch.equal(again, whole)
+    other = sample_chain(models, seed=5, images=range(4), rows=7 - whole[:, :, :2])["baseline"]
+    assert torch.equal(other[:, :, :2], 7 - whole[:, :, :2])
+    assert not torch.equal(other[:, :, 2:], whole[:, :, 2:])
+
+
+def test_high_bits_are_kept_from_any_depth_of_the_chain(chain):
+    models = chain(1, 3, 8)
+    whole = sample_chain(models, seed=5, images=["a", "b"])
+    later = {"depth_upscale_8": models["depth_upscale_8"]}
+    again = sample_chain(later, seed=5, images=["a", "b"], image=whole["depth_upscale_3"])
+    assert torch.equal(again["depth_upscale_8"], whole["depth_upscale_8"])
+
+
+def test_frequencies_given_a_first_slice_are_the_exact_conditional(tiny_spn):
+    """2 x 2 image of 1 bit, S = 2, two slices given: the 64 outcomes of the others, from the evaluated joint."""
+    models = {"size_upscale": tiny_spn("size_upscale", seed=27, image_size=2, scaling_factor=2, num_bits=1)}
+    slices = torch.tensor([1, 0, 1, 0, 1, 1]).view(1, 2, 3, 1, 1)
+    every = all_images(1, 2)
+    agrees = (image_to_slices(every, 2)[:, :2] == slices).flatten(1).all(1)
+    log_p = -chain_nats(models, every << 7)["size_upscale"][agrees]
+    drawn = sample_chain(models, seed=1, images=range(20_000), slices=slices.expand(20_000, -1, -1, -1, -1))
+    counts = number_of(drawn["size_upscale"], 1).bincount(minlength=4096)
+    assert counts[~agrees].sum() == 0
+    assert_frequencies(counts[agrees], torch.softmax(log_p, 0))
 
 
 @pytest.mark.parametrize("bits", [(3,), (3, 8), (1, 2, 4)])
@@ -235,9 +285,16 @@ def test_chain_applies_the_temperature_of_each_stage(chain):
 def test_progress_counts_rows(bits, first_slice, chain):
     models, calls = chain(*bits, first_slice=first_slice), []
     sample_chain(models, seed=0, images=[0], on_row=lambda: calls.append(1))
-    assert len(calls) == rows_to_sample(models)
+    assert len(calls) == rows_to_sample([model.config for model in models.values()])
     # 2 rows in each of 4 slices, a stage; the first slice is drawn once, by either stage.
     assert len(calls) == 8 * len(bits)
+
+
+def test_progress_counts_no_row_of_a_known_slice(chain):
+    models, calls = chain(3, 8, first_slice=False), []
+    slices = torch.zeros((1, 3, 3, 2, 2), dtype=torch.long)
+    sample_chain(models, seed=0, images=[0], slices=slices, on_row=lambda: calls.append(1))
+    assert len(calls) == rows_to_sample([model.config for model in models.values()], num_known_slices=3) == 2 + 8
 
 
 # ---- samples follow the model's own probabilities ------------------------------------------------------------------

@@ -1,0 +1,231 @@
+"""The user's own images for sample.py and evaluate.py: found, decoded and checked before anything else starts.
+
+What a use takes follows from the configuration alone. All that does not fit is refused here, with what the model takes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import posixpath
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_prep import images
+from pipelines.errors import UserError
+from pipelines.experiment import ExperimentConfig, stage_model_config, stage_names, train_node
+from pipelines.storage import FileEntry, Store, open_store
+
+SAMPLE, SCORE = "sample_images", "score_images"  # nodes
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")
+NOT_RGB = {  # conversions that a data set would flag, and that nobody should find in an exact result
+    "gray_to_rgb": "grayscale",
+    "palette": "in palette colours",
+    "alpha_dropped": "with an alpha channel",
+    "bit_depth_16": "of 16 bits a channel",
+    "cmyk": "in CMYK",
+}
+
+
+@dataclass(frozen=True)
+class OwnImages:
+    """Images that fit, and what is done with them. Picklable."""
+
+    node: str  # SAMPLE or SCORE
+    keys: tuple[str, ...]
+    values: np.ndarray  # uint8 [N, h, w, 3] of `num_bits` bits
+    num_bits: int
+    stages: tuple[str, ...]  # to be run, in order
+    use: str | None = None
+    num_given: int = 0  # complete: slices in subscale order, or rows of a baseline
+
+    @property
+    def node_names(self) -> list[str]:
+        """The node that reads them and those above it, in running order."""
+        return ["prepare_data", *(train_node(stage) for stage in self.stages), self.node]
+
+    @property
+    def digests(self) -> list[str]:
+        """Of each image's values, whatever its file is called."""
+        return [hashlib.sha256(value.tobytes()).hexdigest()[:16] for value in self.values]
+
+    @property
+    def digest(self) -> str:
+        parts = [f"{key} {digest}" for key, digest in zip(self.keys, self.digests, strict=True)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def for_sampling(config: ExperimentConfig) -> OwnImages:
+    """Images to start from, for sample.use. Raises UserError for what the chain cannot start from."""
+    use, stages = config.sample.use, stage_names(config)
+    if use is None:
+        raise UserError("images is set, but sample.use is not; sample.use=size_upscale, depth_upscale or complete")
+    low, size = config.bits[0], config.data.image_size
+    if use != "complete":
+        for key in ("num_given_slices", "num_given_rows"):
+            if getattr(config.sample, key) is not None:
+                raise UserError(f"sample.{key} is for sample.use=complete; {use} takes the whole image as given")
+    num_given = 0
+    if use == "size_upscale":
+        _need_stage(use, "size_upscale", config)
+        side, bits, stages = size // config.scaling_factor, low, [s for s in stages if s != "first_slice"]
+        what = f"sample.use=size_upscale takes {side}x{side} images: slice (0, 0) of {size}x{size}"
+    elif use == "depth_upscale":
+        _need_stage(use, "depth_upscale", config)
+        side, bits = size, low if config.image_bits == 8 else config.image_bits
+        if bits not in config.bits[:-1]:
+            depths = " or ".join(str(b) for b in (*config.bits[:-1], 8))
+            raise UserError(f"image_bits is {config.image_bits}; this chain upscales images of {depths} bits")
+        later = [stage_model_config(config, stage) for stage in stages]
+        stages = [model.stage for model in later if model.num_given_bits >= bits]
+        what = f"sample.use=depth_upscale takes {size}x{size} images"
+    else:
+        side, bits, num_given = size, low, _num_given(config)
+        stages = [s for s in stages if s != "first_slice"]
+        what = f"sample.use=complete takes {size}x{size} images"
+    _check_bits(config.image_bits, bits)
+    keys, values = _read(config, side=side, what=what, bits=bits)
+    return OwnImages(SAMPLE, _names(keys), values, bits, tuple(stages), use, num_given)
+
+
+def for_scoring(config: ExperimentConfig) -> OwnImages:
+    """Images to score. Raises UserError for images that are none of the model's."""
+    size, bits, stages = config.data.image_size, config.bits[-1], stage_names(config)
+    _check_bits(config.image_bits, bits)
+    keys, values = _read(config, side=size, what=f"the model scores {size}x{size} images", bits=bits)
+    return OwnImages(SCORE, keys, values, bits, tuple(stages))
+
+
+def describe(own: OwnImages, config: ExperimentConfig) -> str:
+    """One line: what is given, what is drawn."""
+    count = f"{len(own.keys)} image{'s' if len(own.keys) > 1 else ''}"
+    if own.node == SCORE:
+        return f"{count} to score, each at {own.num_bits} bits a channel"
+    given = {
+        "size_upscale": f"slice (0, 0) at {own.num_bits} bits",
+        "depth_upscale": f"the {own.num_bits} most significant bits",
+        "complete": f"the first {own.num_given} {'rows' if own.stages[0] == 'baseline' else 'slices'} "
+        f"at {own.num_bits} bits",
+    }[own.use or ""]
+    return f"{count}, {config.sample.num_draws} draws each: {given} kept, all else drawn by {', '.join(own.stages)}"
+
+
+def _need_stage(use: str, kind: str, config: ExperimentConfig) -> None:
+    if kind not in config.stages:
+        raise UserError(f"sample.use is {use}, but config {config.name} has no stage {kind}; it has {config.stages}")
+
+
+def _num_given(config: ExperimentConfig) -> int:
+    """How much of each image is given. Only prefixes of the order of generation have an exact conditional."""
+    sample, size = config.sample, config.data.image_size
+    if "baseline" in config.stages:
+        if sample.num_given_slices is not None:
+            raise UserError(
+                "sample.num_given_slices: a baseline has one slice and generates it row by row, so only its first rows "
+                "can be given exactly; use sample.num_given_rows"
+            )
+        key, given, most = "num_given_rows", sample.num_given_rows, size - 1
+    else:
+        if sample.num_given_rows is not None:
+            raise UserError(
+                "sample.num_given_rows: slices are generated one after another, each over the whole image, so rows of "
+                "the image are no beginning of that order and the rest would not follow the exact conditional; use "
+                "sample.num_given_slices"
+            )
+        key, given, most = "num_given_slices", sample.num_given_slices, config.scaling_factor**2 - 1
+    if given is None:
+        raise UserError(f"sample.use is complete, but sample.{key} is not set; it can be 1 to {most}")
+    if given > most:
+        raise UserError(f"sample.{key} is {given}; it can be 1 to {most}, or nothing is left to draw")
+    return given
+
+
+def _check_bits(image_bits: int, bits: int) -> None:
+    if image_bits not in (8, bits):
+        raise UserError(f"image_bits is {image_bits}; the model takes images of {bits} bits, or of 8 to be reduced")
+
+
+def _read(config: ExperimentConfig, *, side: int, what: str, bits: int) -> tuple[tuple[str, ...], np.ndarray]:
+    """Names below the folder and values of `bits` bits, uint8 [N, side, side, 3]."""
+    takes = f"{what}, 8-bit RGB"
+    keys, values = [], []
+    for name, data in _files(config.images or ""):
+        try:
+            decoded = images.decode(data, profile=config.data.profile, exif=config.data.exif, strict_jpeg=True)
+        except images.UnusableImage as error:
+            raise UserError(f"images: {name} cannot be read ({error.message}); {takes}") from None
+        for conversion, text in NOT_RGB.items():
+            if conversion in decoded.conversions:
+                raise UserError(f"images: {name} is {text}; {takes}")
+        height, width = decoded.pixels.shape[:2]
+        if (height, width) != (side, side):
+            raise UserError(f"images: {name} is {width}x{height}; {takes}")
+        keys.append(name)
+        values.append(_to_depth(name, decoded.pixels, stored=config.image_bits, bits=bits))
+    return tuple(keys), np.stack(values)
+
+
+def _to_depth(name: str, pixels: np.ndarray, *, stored: int, bits: int) -> np.ndarray:
+    largest = int(pixels.max())
+    if stored < 8:
+        if largest >= 2**stored:
+            raise UserError(
+                f"images: {name} holds a value of {largest}; image_bits={stored} means 0 to {2**stored - 1}, "
+                "image_bits=8 means 0 to 255, of which the high bits are taken"
+            )
+        return pixels
+    if bits < 8 and 0 < largest < 2**bits:
+        raise UserError(
+            f"images: {name} holds no value above {largest}, so that its {bits} high bits are all 0; if its values are "
+            f"of {bits} bits, say image_bits={bits}"
+        )
+    return images.low_depth(pixels, bits)
+
+
+def _names(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """What the drawn images are called: the file's name without its suffix, folders joined by "_"."""
+    names = [posixpath.splitext(key)[0].replace("/", "_") for key in keys]
+    for name in names:
+        if names.count(name) > 1:
+            same = [key for key, other in zip(keys, names, strict=True) if other == name]
+            raise UserError(f"images: {same[0]} and {same[1]} would both be called {name}; rename one")
+    return tuple(names)
+
+
+def _files(where: str) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of a file, of all images below a folder, or of what a pattern such as photos/*.png matches."""
+    try:
+        store = open_store(where)
+        entry = store.info("")
+        if entry is not None and not entry.is_folder:
+            yield posixpath.basename(store.base), store.read_bytes("")
+            return
+        if entry is not None:
+            found = [file for file in store.walk() if file.path.lower().endswith(SUFFIXES)]
+        else:
+            store, found = _matching(where)
+        if not found:
+            looked_for = "nothing is at" if entry is None else f"no image ({', '.join(SUFFIXES)}) is below"
+            raise UserError(f"images: {looked_for} {where}")
+        for file in found:
+            yield file.path, store.read_bytes(file.path)
+    except OSError as error:
+        raise UserError(f"images: cannot read {where}: {error.strerror or error}") from error
+
+
+def _matching(pattern: str) -> tuple[Store, list[FileEntry]]:
+    """The last folder without a wildcard, and the files that the parts after it match, part by part."""
+    wild = "*[" if "://" in pattern else "*?["  # after a "?" a URI has options
+    parts = pattern.split("/")
+    first = next((n for n, part in enumerate(parts) if any(mark in part for mark in wild)), len(parts) - 1)
+    store = open_store("/".join(parts[:first]) or ("/" if pattern.startswith("/") else "."))
+    found = [""]
+    for depth, part in enumerate(parts[first:], start=first):
+        entries = [entry for folder in found for entry in store.list(folder)]
+        fits = [e for e in entries if fnmatch.fnmatchcase(posixpath.basename(e.path), part)]
+        if depth == len(parts) - 1:
+            return store, [entry for entry in fits if not entry.is_folder]
+        found = [entry.path for entry in fits if entry.is_folder]
+    raise AssertionError("a path has a last part")
