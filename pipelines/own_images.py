@@ -56,6 +56,21 @@ class OwnImages:
         parts = [f"{key} {digest}" for key, digest in zip(self.keys, self.digests, strict=True)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
+    def describe(self, *, num_draws: int) -> str:
+        """One line: what is given, what is drawn."""
+        count = f"{len(self.keys)} image{'s' if len(self.keys) > 1 else ''}"
+        if self.node == SCORE:
+            return f"{count} to score at {self.num_bits} bits a channel"
+        part = "row" if self.stages[0] == "baseline" else "slice"
+        first = f"the first {self.num_given} {part}s" if self.num_given > 1 else f"the first {part}"
+        given = {
+            "size_upscale": f"slice (0, 0) at {self.num_bits} bits",
+            "depth_upscale": f"the {self.num_bits} most significant bits",
+            "complete": f"{first} at {self.num_bits} bits",
+        }[self.use or ""]
+        draws = f"{num_draws} draw{'s' if num_draws > 1 else ''} each"
+        return f"{count}, {draws}: {given} kept, all else drawn by {', '.join(self.stages)}"
+
 
 def for_sampling(config: ExperimentConfig) -> OwnImages:
     """Images to start from, for sample.use. Raises UserError for what the chain cannot start from."""
@@ -96,20 +111,6 @@ def for_scoring(config: ExperimentConfig) -> OwnImages:
     _check_bits(config.image_bits, bits)
     keys, values = _read(config, side=size, what=f"the model scores {size}x{size} images", bits=bits)
     return OwnImages(SCORE, keys, values, bits, tuple(stages))
-
-
-def describe(own: OwnImages, config: ExperimentConfig) -> str:
-    """One line: what is given, what is drawn."""
-    count = f"{len(own.keys)} image{'s' if len(own.keys) > 1 else ''}"
-    if own.node == SCORE:
-        return f"{count} to score, each at {own.num_bits} bits a channel"
-    given = {
-        "size_upscale": f"slice (0, 0) at {own.num_bits} bits",
-        "depth_upscale": f"the {own.num_bits} most significant bits",
-        "complete": f"the first {own.num_given} {'rows' if own.stages[0] == 'baseline' else 'slices'} "
-        f"at {own.num_bits} bits",
-    }[own.use or ""]
-    return f"{count}, {config.sample.num_draws} draws each: {given} kept, all else drawn by {', '.join(own.stages)}"
 
 
 def _need_stage(use: str, kind: str, config: ExperimentConfig) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from pipelines import cluster, dag, garbage, progress, status, tracking
 from pipelines import plan as planning
@@ -18,8 +19,10 @@ from pipelines.git import git_commit
 from pipelines.ledger import Ledger
 from pipelines.lock import Lock
 from pipelines.masking import mask_uris
-from pipelines.own_images import OwnImages
 from pipelines.storage import Store, check_run_folder, claim_run_folder, join, open_store
+
+if TYPE_CHECKING:
+    from pipelines.own_images import OwnImages
 
 DONE, NODE_FAILED = 0, 1
 
@@ -51,7 +54,7 @@ def start(
     print(to_yaml(config))
     print(f"run folder: {store.uri}")
     if own is not None:
-        print(own_images.describe(own, config))
+        print(own.describe(num_draws=config.sample.num_draws))
     if dry_run:
         print("\n".join(plan.lines()))
         return DONE

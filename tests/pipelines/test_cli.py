@@ -177,6 +177,7 @@ def test_options_and_overrides_in_any_order(handed_on: dict[str, Any]) -> None:
         "keep": ("report",),
         "start_from": (),
         "dry_run": True,
+        "own": None,
     }
 
 

@@ -269,3 +269,24 @@ def test_two_files_of_one_name_are_refused(tmp_path):
     save(tmp_path / "a.bmp", photo(16))
     with pytest.raises(UserError, match="would both be called a; rename one"):
         own_images.for_sampling(config(tmp_path, "sample.use=depth_upscale"))
+
+
+def test_networks_that_are_not_trained_are_named(tmp_path, capsys):
+    """Own images never start a training: what is missing is said, nothing is run."""
+    file = save(tmp_path / "a.png", photo(16))
+    arguments = ["--config", DEBUG, f"images={file}", f"storage={tmp_path}/runs", "sample.use=depth_upscale"]
+    assert cli.main(arguments, only=["sample"]) == 2
+    err = capsys.readouterr().err
+    assert "--only sample_images: its input train_depth_upscale has no finished output" in err and err.count("\n") == 1
+    assert cli.main(arguments, only=["evaluate"]) == 2
+    assert "--only score_images: its input train_first_slice has no finished output" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_kept_and_drawn_is_said_in_one_line(tmp_path):
+    file = save(tmp_path / "a.png", photo(16))
+    own = own_images.for_sampling(config(file, *COMPLETE))
+    assert own.describe(num_draws=4) == (
+        "1 image, 4 draws each: the first slice at 3 bits kept, all else drawn by size_upscale, depth_upscale"
+    )
+    assert own_images.for_scoring(config(file)).describe(num_draws=4) == "1 image to score at 8 bits a channel"
