@@ -24,7 +24,7 @@ from data_prep.parquet import ShardWriter, pixels, schema, shard_path
 from pipelines.node import NodeOutput
 from pipelines.pictures import display, png
 from pipelines.storage import Store, open_store
-from pipelines.trained import load_stage_configs, load_stages, pick_device
+from pipelines.trained import load_stage_configs, load_stages
 from spn.model import SPNConfig
 from spn.ordering import image_to_slices
 from spn.sampling import rows_to_sample, sample_chain
@@ -99,7 +99,9 @@ def draw(job: Job, chunks: Sequence[Chunk], *, resources: ResourcesConfig, progr
         "max_task_retries": resources.max_failures,
     }
     worker_class = ray.remote(**options)(DrawingWorker)
-    workers = [worker_class.remote(job, progress, total) for _ in range(min(resources.num_workers, len(todo)))]
+    device = "cuda" if resources.use_gpu else "cpu"
+    num_workers = min(resources.num_workers, len(todo))
+    workers = [worker_class.remote(job, progress, total, device=device) for _ in range(num_workers)]
     try:
         idle, running, waiting = list(workers), {}, list(reversed(todo))
         while waiting or running:
@@ -119,10 +121,10 @@ def draw(job: Job, chunks: Sequence[Chunk], *, resources: ResourcesConfig, progr
 class DrawingWorker:
     """A process that keeps the networks loaded and draws one chunk after the other."""
 
-    def __init__(self, job: Job, progress: Reporter, total: int) -> None:
+    def __init__(self, job: Job, progress: Reporter, total: int, *, device: str) -> None:
         torch.set_num_threads(1)  # sums are the same whatever CPUs the worker was given
         self.job, self.progress, self.total = job, progress, total
-        self.models = load_stages(job.inputs, job.stages, device=pick_device())
+        self.models = load_stages(job.inputs, job.stages, device=device)
         self.configs = {stage: model.config for stage, model in self.models.items()}
 
     def draw(self, chunk: Chunk) -> None:

@@ -1,6 +1,7 @@
-"""The node evaluate alone: exact bits/dim of each stage and of the whole chain on held-out images.
+"""The node evaluate alone: exact bits/dim of each stage and of the whole chain on held-out images, or on one's own.
 
 python pipelines/evaluate.py [--config NAME|FILE] [--dry-run] [key.sub=value ...]
+python pipelines/evaluate.py [...] images=FILE|FOLDER|'PATTERN'
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The node sample alone: images drawn from the chain of trained stages.
+"""The node sample alone: images drawn from the chain of trained stages; or the user's own images upscaled, completed.
 
 python pipelines/sample.py [--config NAME|FILE] [--dry-run] [sample.num_images=64 key.sub=value ...]
+python pipelines/sample.py [...] images=FILE sample.use=size_upscale|depth_upscale|complete [sample.num_draws=4 ...]
 """
 
 from __future__ import annotations

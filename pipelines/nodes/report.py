@@ -55,7 +55,7 @@ def run(context: NodeContext) -> NodeResult:
         body="".join(
             [
                 _bits_section(results, stages),
-                _samples_section(pictures, store.read_bytes("chain.png"), stages),
+                _samples_section(pictures, store.read_bytes("chain.png"), store.read_bytes("generation.webp"), stages),
                 _curves_section(histories),
                 _data_section(manifest),
                 _rerun_section(context, stages),
@@ -125,7 +125,7 @@ def _row(label: str, part: Mapping[str, float], css: str = "") -> str:
     return f"<tr{css}><td>{label}{numbers}</tr>"
 
 
-def _samples_section(pictures: Mapping[str, bytes], chain: bytes, stages: Sequence[str]) -> str:
+def _samples_section(pictures: Mapping[str, bytes], chain: bytes, film: bytes, stages: Sequence[str]) -> str:
     grids = "".join(
         f"<figure>{_image(data, scale=2)}<figcaption>{escape(stage)}</figcaption></figure>"
         for stage, data in pictures.items()
@@ -133,7 +133,8 @@ def _samples_section(pictures: Mapping[str, bytes], chain: bytes, stages: Sequen
     order = " → ".join(escape(stage) for stage in stages)
     return (
         f"<h2>Samples</h2><div class=grids>{grids}</div><p>One image a row, after each stage ({order}):</p>"
-        f"{_image(chain, scale=2)}"
+        f"{_image(chain, scale=2)}<p>The first of them in its order of generation, slice after slice, then depth:</p>"
+        f'<img class=pixels src="{_inline(film, kind="webp")}">'
     )
 
 
@@ -142,8 +143,8 @@ def _image(png: bytes, *, scale: int) -> str:
     return f'<img class=pixels width={width} src="{_inline(png)}">'
 
 
-def _inline(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()
+def _inline(picture: bytes, *, kind: str = "png") -> str:
+    return f"data:image/{kind};base64," + base64.b64encode(picture).decode()
 
 
 def _curves_section(histories: Mapping[str, Sequence[Mapping[str, float]]]) -> str:

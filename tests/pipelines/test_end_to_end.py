@@ -109,7 +109,9 @@ def test_samples_are_whole_images(first: subprocess.CompletedProcess[str], stora
 
 def test_report_is_one_file(first: subprocess.CompletedProcess[str], storage: Path) -> None:
     page = (storage / "debug/report.html").read_text()
-    assert page.count(' src="data:image/png;base64,') == page.count("src=") == 5
+    assert page.count(' src="data:image/png;base64,') == 5
+    assert page.count(' src="data:image/webp;base64,') == 1
+    assert page.count("src=") == 6
     assert "<link" not in page and "url(" not in page, "everything is inside the file"
     links = re.findall(r'href="([^"]*)"', page)
     assert len(links) == 7 and all(link.startswith("http://127.0.0.1:5000/#/") for link in links), "MLflow alone"
