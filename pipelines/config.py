@@ -212,11 +212,16 @@ def _check_keys(base: DictConfig, layer: Any, where: str, prefix: str = "") -> N
 
 
 def _nearest_key(path: str, section: DictConfig, prefix: str) -> str:
-    """A close name in the same section, else that very name in another one, else what the section has."""
+    """A close name in the same section, else that very name in another one, else what the section has.
+
+    At the top level that very name in a section comes first: image_size is data.image_size, not images.
+    """
     leaf, here = path.rsplit(".", 1)[-1], [str(key) for key in section.keys()]
+    elsewhere = [key for key in _all_keys(_defaults()) if key.rsplit(".", 1)[-1] == leaf]
+    if elsewhere and not prefix:
+        return f"nearest: {' or '.join(elsewhere)}"
     if close := difflib.get_close_matches(leaf, here, n=1, cutoff=0.6):
         return f"nearest: {prefix}.{close[0]}" if prefix else f"nearest: {close[0]}"
-    elsewhere = [key for key in _all_keys(_defaults()) if key.rsplit(".", 1)[-1] == leaf]
     return f"nearest: {' or '.join(elsewhere)}" if elsewhere else f"valid: {', '.join(here)}"
 
 

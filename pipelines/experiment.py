@@ -221,7 +221,7 @@ def settable_resources(node: str) -> tuple[str, ...]:
         return tuple(f.name for f in dataclasses.fields(NodeResources))
     if _has_workers(node):
         return tuple(f.name for f in dataclasses.fields(NodeResources) if f.name != "num_to_keep")
-    return (*every_node, "use_gpu", "gpus_per_worker") if node in ("evaluate", "sample") else every_node
+    return (*every_node, "use_gpu", "gpus_per_worker") if node == "evaluate" else every_node
 
 
 def stage_temperature(config: ExperimentConfig, stage: str) -> float:

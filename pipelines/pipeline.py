@@ -80,7 +80,7 @@ def nodes(config: ExperimentConfig, *, own: OwnImages | None = None) -> list[Nod
 
 
 def _sample_images(config: ExperimentConfig, own: OwnImages) -> Node:
-    stages, drawing = list(own.stages), _drawing(config, SAMPLE)
+    stages, drawing = list(own.stages), _drawing(config, "sample")  # what per_node says of the pipeline's own samples
     return Node(
         name=SAMPLE,
         function="pipelines.nodes.sample_images:run",
@@ -102,7 +102,7 @@ def _sample_images(config: ExperimentConfig, own: OwnImages) -> Node:
 
 
 def _score_images(config: ExperimentConfig, own: OwnImages) -> Node:
-    alone = _single_process(config, SCORE)
+    alone = _single_process(config, "evaluate")
     return Node(
         name=SCORE,
         function="pipelines.nodes.score_images:run",

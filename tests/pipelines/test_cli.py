@@ -298,7 +298,7 @@ def test_exit_codes_of_a_start(
         Node("second", "toy.nodes:fail_while", needs=("first",), options={"broken": str(broken)}),
         Node("third", "toy.nodes:write", needs=("second",)),
     ]
-    monkeypatch.setattr(pipeline, "nodes", lambda config: nodes)
+    monkeypatch.setattr(pipeline, "nodes", lambda config, **_: nodes)
     monkeypatch.setattr(pipeline, "node_names", lambda config: [node.name for node in nodes])
     toy_plan = functools.partial(plan.plan, packages=("toy",), root=TOYS)
     monkeypatch.setattr(start.dag, "plan", toy_plan)

@@ -256,7 +256,7 @@ def test_resources_of_one_node_are_its_own_and_no_part_of_what_it_computes() -> 
     cost = {name: node.total_cost for name, node in changed.items()}
     assert cost["train_first_slice"] == {"CPU": 0.75} and cost["train_size_upscale"] == {"CPU": 6.25}
     assert cost["evaluate"] == {"CPU": 1, "GPU": 1} and cost["sample"] == {"CPU": 4}
-    assert changed["sample"].options["num_threads"] == 4 and plain["sample"].options["num_threads"] == 1
+    assert changed["sample"].options["resources"].cpus_per_worker == 4
     assert [changed[name].max_failures for name in ("prepare_data", "train_size_upscale")] == [9, 3]
     batches = [changed[name].options["plan"] for name in ("train_first_slice", "train_size_upscale")]
     assert [(plan.num_workers, plan.micro_batch_size) for plan in batches] == [(1, 8), (2, 4)]
@@ -299,8 +299,8 @@ MISTAKES = {
     ("train.num_step=5",): "unknown key train.num_step; nearest: train.num_steps",
     ("tran.num_steps=5",): "unknown key tran; nearest: train",
     ("scaling_factor=2", "image_size=16"): "unknown key image_size; nearest: data.image_size",
-    ("lr=1",): "unknown key lr; valid: name, scaling_factor, bits, stages, data, seed, storage, model, train, "
-    "per_stage, evaluate, sample, resources, tracking",
+    ("lr=1",): "unknown key lr; valid: name, scaling_factor, bits, stages, data, seed, images, image_bits, "
+    "storage, model, train, per_stage, evaluate, sample, resources, tracking",
     ("model.decoder.layers=3",): "unknown key model.decoder.layers; nearest: model.decoder.num_layers",
     (
         "per_stage.first_slice.train.num_step=5",

@@ -14,7 +14,6 @@ from PIL import Image
 from pipelines import cli, own_images
 from pipelines.config import load
 from pipelines.errors import UserError
-from pipelines.pipeline import node_names
 
 DEBUG = "debug"  # 16 x 16, S = 2, bits [3, 8], all three stages
 
@@ -52,7 +51,7 @@ def test_high_bits_of_8_bit_images_are_what_is_given(use, side, stages, tmp_path
     own = own_images.for_sampling(config(save(tmp_path / "a.png", pixels), *use))
     assert own.keys == ("a",) and own.stages == stages and own.num_bits == 3
     assert np.array_equal(own.values, pixels[None] >> 5)
-    assert node_names(load(DEBUG), own=own) == ["prepare_data", *(f"train_{s}" for s in stages), "sample_images"]
+    assert own.node_names == ["prepare_data", *(f"train_{s}" for s in stages), "sample_images"]
 
 
 def test_files_of_low_bit_values_are_taken_as_they_are(tmp_path):
