@@ -99,9 +99,8 @@ def draw(job: Job, chunks: Sequence[Chunk], *, resources: ResourcesConfig, progr
         "max_task_retries": resources.max_failures,
     }
     worker_class = ray.remote(**options)(DrawingWorker)
-    device = "cuda" if resources.use_gpu else "cpu"
     num_workers = min(resources.num_workers, len(todo))
-    workers = [worker_class.remote(job, progress, total, device=device) for _ in range(num_workers)]
+    workers = [worker_class.remote(job, progress, total, device=resources.device) for _ in range(num_workers)]
     try:
         idle, running, waiting = list(workers), {}, list(reversed(todo))
         while waiting or running:

@@ -101,6 +101,11 @@ class NodeResources:
         if not 0 <= self.retry_wait_sec < math.inf:
             raise ValueError(f"retry_wait_sec is {self.retry_wait_sec}; it must be at least 0")
 
+    @property
+    def device(self) -> str:
+        """Torch's name of what evaluation and sampling run on: a GPU only where one was asked for."""
+        return "cuda" if self.use_gpu else "cpu"
+
 
 @dataclass(frozen=True)
 class ResourcesConfig(NodeResources):
@@ -222,6 +227,11 @@ def settable_resources(node: str) -> tuple[str, ...]:
     if _has_workers(node):
         return tuple(f.name for f in dataclasses.fields(NodeResources) if f.name != "num_to_keep")
     return (*every_node, "use_gpu", "gpus_per_worker") if node == "evaluate" else every_node
+
+
+def _lacks(key: str) -> str:
+    """What a node is without for which `key` is not settable."""
+    return {"num_workers": "has no workers", "num_to_keep": "keeps no checkpoints"}.get(key, "uses no GPU")
 
 
 def stage_temperature(config: ExperimentConfig, stage: str) -> float:
@@ -349,7 +359,7 @@ def broken_rules(config: ExperimentConfig) -> Iterator[tuple[tuple[str, ...], st
         for key in changes:
             if key not in settable_resources(node):
                 valid = ", ".join(settable_resources(node))
-                yield (f"{where}.{key}",), f"{where}.{key} has no effect: {node} is no train node; valid: {valid}"
+                yield (f"{where}.{key}",), f"{where}.{key} has no effect: {node} {_lacks(key)}; valid: {valid}"
     for stage in names:
         node = train_node(stage)
         own = f"resources.per_node.{node}.num_workers"

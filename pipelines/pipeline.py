@@ -169,7 +169,7 @@ def _single_process(config: ExperimentConfig, name: str) -> dict[str, Any]:
     """Fields of a node whose work is done in the task's own process."""
     resources = node_resources(config, name)
     return {
-        "options": {"num_threads": max(1, int(resources.cpus_per_worker))},
+        "options": {"num_threads": max(1, int(resources.cpus_per_worker)), "device": resources.device},
         "num_cpus": resources.cpus_per_worker,
         "num_gpus": resources.gpus_per_worker if resources.use_gpu else 0,
         **_retries(resources),

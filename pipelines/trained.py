@@ -6,8 +6,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from pipelines.node import NodeOutput
 from pipelines.storage import join, open_store
 from spn.checkpoint import CONFIG, EMA, load_config, load_model
@@ -46,8 +44,3 @@ def load_stage_configs(inputs: Mapping[str, NodeOutput], stages: Sequence[str]) 
             open_store(output.uri).sub(output.named["checkpoint"]).download(CONFIG, Path(folder) / CONFIG)
             configs[stage] = load_config(Path(folder))
     return configs
-
-
-def pick_device() -> str:
-    """The GPU that Ray gave this task, if any."""
-    return "cuda" if torch.cuda.is_available() else "cpu"

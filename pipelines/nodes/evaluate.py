@@ -18,7 +18,7 @@ from pipelines import storage
 from pipelines.inputs import log_split, split_digest
 from pipelines.node import NodeContext, NodeResult
 from pipelines.registry import StageModel
-from pipelines.trained import checkpoint_uri, load_stages, pick_device
+from pipelines.trained import checkpoint_uri, load_stages
 from spn.bitdepth import stage_values
 from spn.evaluation import bits_per_dim, chain_nats, image_nats
 from spn.histogram import Histogram, raw_entropy_bits
@@ -28,12 +28,12 @@ RESULTS, PER_IMAGE = "results.json", "per_image.parquet"
 
 
 def run(context: NodeContext) -> NodeResult:
-    """config: dataset, stages (in chain order), batch_size. options: num_threads."""
+    """config: dataset, stages (in chain order), batch_size. options: num_threads, device."""
     torch.set_num_threads(context.options["num_threads"])
     stages: list[str] = context.config["stages"]
     data = context.inputs["prepare_data"]
     dataset = open_dataset(storage.join(data.uri, data.named["dataset"]))
-    device = pick_device()
+    device = context.options["device"]
     models = load_stages(context.inputs, stages, device=device)
     size = models[stages[0]].config.image_size
     num_test = dataset.num_images("test")

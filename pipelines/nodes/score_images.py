@@ -11,18 +11,18 @@ import torch
 
 from pipelines import storage
 from pipelines.node import NodeContext, NodeResult
-from pipelines.trained import load_stages, pick_device
+from pipelines.trained import load_stages
 from spn.evaluation import bits_per_dim, chain_nats
 
 FOLDER, TABLE, CSV, RECORD = "own_images", "scores.parquet", "scores.csv", "record.json"
 
 
 def run(context: NodeContext) -> NodeResult:
-    """config: stages (in chain order), bits of the images' values, batch_size. options: num_threads, images."""
+    """config: stages (in chain order), bits of the images' values, batch_size. options: num_threads, device, images."""
     torch.set_num_threads(context.options["num_threads"])
     stages, batch = context.config["stages"], context.config["batch_size"]
     own = context.options["images"]
-    device = pick_device()
+    device = context.options["device"]
     models = load_stages(context.inputs, stages, device=device)
     size = models[stages[0]].config.image_size
     columns: dict[str, list[float]] = {stage: [] for stage in stages}

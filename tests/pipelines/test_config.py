@@ -257,6 +257,8 @@ def test_resources_of_one_node_are_its_own_and_no_part_of_what_it_computes() -> 
     assert cost["train_first_slice"] == {"CPU": 0.75} and cost["train_size_upscale"] == {"CPU": 6.25}
     assert cost["evaluate"] == {"CPU": 1, "GPU": 1} and cost["sample"] == {"CPU": 4}
     assert changed["sample"].options["resources"].cpus_per_worker == 4
+    assert changed["evaluate"].options["device"] == "cuda" and plain["evaluate"].options["device"] == "cpu"
+    assert changed["sample"].options["resources"].device == "cpu", "a GPU is taken only where one was asked for"
     assert [changed[name].max_failures for name in ("prepare_data", "train_size_upscale")] == [9, 3]
     batches = [changed[name].options["plan"] for name in ("train_first_slice", "train_size_upscale")]
     assert [(plan.num_workers, plan.micro_batch_size) for plan in batches] == [(1, 8), (2, 4)]
@@ -324,8 +326,16 @@ MISTAKES = {
     ): "unknown key resources.per_node.evaluate.num_worker; nearest: resources.per_node.evaluate.num_workers",
     (
         "resources.per_node.evaluate.num_workers=2",
-    ): "resources.per_node.evaluate.num_workers has no effect: evaluate is no train node; valid: cpus_per_worker, "
+    ): "resources.per_node.evaluate.num_workers has no effect: evaluate has no workers; valid: cpus_per_worker, "
     "max_failures, retry_wait_sec, use_gpu, gpus_per_worker",
+    (
+        "resources.per_node.sample.num_to_keep=2",
+    ): "resources.per_node.sample.num_to_keep has no effect: sample keeps no checkpoints; valid: num_workers, "
+    "cpus_per_worker, use_gpu, gpus_per_worker, max_failures, retry_wait_sec",
+    (
+        "resources.per_node.report.use_gpu=true",
+    ): "resources.per_node.report.use_gpu has no effect: report uses no GPU; valid: cpus_per_worker, max_failures, "
+    "retry_wait_sec",
     ("resources.per_node=3",): "resources.per_node must be a mapping; set resources.per_node.NODE",
     (
         "resources.per_node.report.retry_wait_sec=-1",

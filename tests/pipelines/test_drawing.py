@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import torch
 from PIL import Image
 
 from data_prep.parquet import pixels, schema
-from pipelines.drawing import Chunk, Job, chunks_of, draw, read_chunks
+from pipelines.drawing import Chunk, DrawingWorker, Job, chunks_of, draw, read_chunks
 from pipelines.experiment import ResourcesConfig
 from pipelines.node import NodeContext, NodeOutput
 from pipelines.nodes import sample_images, score_images
@@ -36,6 +37,7 @@ from spn.sampling import rows_to_sample, sample_chain
 
 STAGES = ["first_slice", "size_upscale", "depth_upscale"]
 PARQUET = "res=8/bits=6"
+distributed = pytest.mark.slow  # every worker is a process that imports torch and Ray
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,7 @@ def drawn(networks, tmp_path_factory, ray_session) -> tuple[Path, dict[str, str]
     return folder, draw_all(Job(networks, STAGES, 7, even, dict.fromkeys(STAGES), str(folder), 6), 1)
 
 
+@distributed
 def test_files_are_the_chains_own_samples_in_the_columns_of_a_data_set(drawn, networks):
     folder, found = drawn
     expected = sample_chain(load_stages(networks, STAGES, device="cpu"), seed=7, images=range(12))["depth_upscale"]
@@ -122,12 +125,14 @@ def test_files_are_the_chains_own_samples_in_the_columns_of_a_data_set(drawn, ne
     assert np.array_equal(read_chunks(open_store(folder), configs, num_chunks=6, most=5), expected[:5])
 
 
+@distributed
 def test_another_number_of_workers_and_another_order_give_the_same_bytes(drawn, job):
     backwards = job("backwards")
     draw(backwards, twelve_images()[::-1], resources=workers(2), progress=Reporter("sample"))
     assert content(backwards.out) == drawn[1]
 
 
+@distributed
 def test_a_killed_worker_is_replaced_and_nothing_changes(drawn, job):
     """SIGKILL as soon as the first chunk is there: the worker's chunk is drawn again, by another process."""
     killed: list[int] = []
@@ -166,10 +171,11 @@ def raylet_children() -> list[psutil.Process]:
     return found
 
 
+@distributed
 def test_a_second_start_draws_only_what_is_missing_or_damaged(drawn, job):
     """Of an attempt that was cut off: what is whole stays untouched, the rest becomes what it would have been."""
     again = job("again")
-    draw_all(again, 2)
+    shutil.copytree(drawn[0], again.out)
     lost, damaged, without = (f"{PARQUET}/samples-{n:05d}-of-00006.parquet" for n in (1, 3, 4))
     root = Path(again.out)
     (root / lost).unlink()
@@ -188,6 +194,7 @@ def test_a_second_start_draws_only_what_is_missing_or_damaged(drawn, job):
     assert progress.updates[0] == Update(6 * per_image, 12 * per_image, unit="pixels")
 
 
+@distributed
 def test_nothing_is_started_when_all_is_there(drawn, job, monkeypatch):
     import ray
 
@@ -197,7 +204,8 @@ def test_nothing_is_started_when_all_is_there(drawn, job, monkeypatch):
     assert content(folder) == found
 
 
-def test_a_mistake_in_a_chunk_ends_the_node_and_keeps_what_is_finished(job):
+@distributed
+def test_a_mistake_in_a_chunk_ends_the_node_and_keeps_what_is_finished(job, ray_session):
     wrong = job("wrong", use="size_upscale", stages=STAGES[1:], num_chunks=2)
     fits = Chunk(0, ("a",), (0,), np.zeros((1, 4, 4, 3), np.uint8))
     does_not = Chunk(1, ("b",), (1,), np.zeros((1, 3, 4, 3), np.uint8))
@@ -209,6 +217,18 @@ def test_a_mistake_in_a_chunk_ends_the_node_and_keeps_what_is_finished(job):
 # ---- the user's own images -----------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def in_this_process(monkeypatch) -> None:
+    """One worker draws all chunks, here: what the node makes of them is tested, not Ray."""
+
+    def draw_here(job: Job, chunks: list[Chunk], *, resources: ResourcesConfig, progress: Reporter) -> None:
+        worker = DrawingWorker(job, progress, 1, device="cpu")
+        for chunk in chunks:
+            worker.draw(chunk)
+
+    monkeypatch.setattr(sample_images, "draw", draw_here)
+
+
 def context(networks, out: Path, own: OwnImages, **config: object) -> NodeContext:
     even = {"temperature": dict.fromkeys(STAGES, 1.0), "top_p": dict.fromkeys(STAGES)}
     base = {"use": own.use, "num_given": own.num_given, "given_bits": own.num_bits, "stages": list(own.stages)}
@@ -217,7 +237,7 @@ def context(networks, out: Path, own: OwnImages, **config: object) -> NodeContex
         fingerprint="f",
         attempt="a",
         config={**base, "num_draws": 2, "batch_size": 3, "seed": 1, **even, **config},
-        options={"resources": workers(2), "images": own, "num_threads": 1},
+        options={"resources": workers(2), "images": own, "num_threads": 1, "device": "cpu"},
         inputs=networks,
         out=str(out),
         run=RunHandle(),
@@ -236,7 +256,7 @@ def draws_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("use, side, num_given", [("size_upscale", 4, 0), ("depth_upscale", 8, 0), ("complete", 8, 2)])
-def test_what_is_given_is_kept_bit_for_bit_in_every_draw(use, side, num_given, networks, tmp_path, ray_session):
+def test_what_is_given_is_kept_bit_for_bit_in_every_draw(use, side, num_given, networks, tmp_path, in_this_process):
     given = np.random.default_rng(0).integers(0, 8, (2, side, side, 3), dtype=np.uint8)
     stages = ("depth_upscale",) if use == "depth_upscale" else ("size_upscale", "depth_upscale")
     own = OwnImages("sample_images", ("a", "b"), given, 3, stages, use, num_given)
@@ -260,7 +280,7 @@ def test_what_is_given_is_kept_bit_for_bit_in_every_draw(use, side, num_given, n
     assert Image.open(folder / "generation.webp").n_frames > 10
 
 
-def test_draws_depend_on_the_image_not_on_its_name_or_its_neighbours(networks, tmp_path, ray_session):
+def test_draws_depend_on_the_image_not_on_its_name_or_its_neighbours(networks, tmp_path, in_this_process):
     given = np.random.default_rng(0).integers(0, 8, (2, 8, 8, 3), dtype=np.uint8)
     both = OwnImages("sample_images", ("a", "b"), given, 3, ("depth_upscale",), "depth_upscale")
     alone = OwnImages("sample_images", ("other",), given[1:], 3, ("depth_upscale",), "depth_upscale")
@@ -272,7 +292,8 @@ def test_draws_depend_on_the_image_not_on_its_name_or_its_neighbours(networks, t
     assert len(single) == 3
 
 
-def test_scores_are_the_chains_exact_bits_per_dim(networks, tmp_path):
+def test_scores_are_the_chains_exact_bits_per_dim(networks, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a GPU in sight is none that was asked for
     values = np.random.default_rng(0).integers(0, 64, (5, 8, 8, 3), dtype=np.uint8)
     own = OwnImages("score_images", tuple(f"{n}.png" for n in range(5)), values, 6, tuple(STAGES))
     result = score_images.run(context(networks, tmp_path, own, batch_size=2))

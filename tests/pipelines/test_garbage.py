@@ -46,6 +46,18 @@ def test_what_was_replaced_may_go_and_the_rest_stays_up_to_date(store: Store) ->
     assert all(entry.path.count("/") == 4 for entry in store.walk("nodes"))  # node/fingerprint/attempt/file
 
 
+def test_of_own_images_the_newest_stays_with_what_made_it(store: Store) -> None:
+    """Their nodes are in no plan of --gc, which has no images."""
+
+    def own(value: str) -> list[Node]:
+        return [*diamond(**NEW), Node("sample_images", "toy.nodes:write", ("left",), {"value": value})]
+
+    for value in ("first", "second"):
+        carry_out(decided(store, own(value)))
+    carry_out(decided(store, diamond(left={"config": {"value": "newer"}})))
+    assert found(store) == ["join", "sample_images"], "left of NEW stays: the newest sample_images was made from it"
+
+
 def test_an_output_of_the_present_plan_stays_although_there_is_a_newer_one(store: Store) -> None:
     carry_out(decided(store, diamond(**NEW)))
     assert found(store) == []  # the plan uses the older, the newer is the newest

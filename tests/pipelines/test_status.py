@@ -12,6 +12,7 @@ from toy.diamond import carry_out, decided, diamond
 
 from pipelines import attempts, status
 from pipelines.lock import Lock
+from pipelines.node import Node
 from pipelines.storage import Store, open_store
 
 CHANGED = {"left": {"config": {"value": "new"}}}
@@ -66,6 +67,18 @@ def test_what_a_living_start_works_on_is_running(store: Store) -> None:
         assert lines[0].startswith("in use by process ")
         assert rows(store, **CHANGED)["left"].startswith("running")
     assert rows(store, **CHANGED)["left"].startswith("interrupted")
+
+
+def test_nodes_of_own_images_appear_once_they_have_run(store: Store) -> None:
+    """They are in no plan, since a plan without images does not have them."""
+    assert not any("sample_images" in line for line in status.lines(decided(store)))
+    own = [*diamond(), Node("sample_images", "toy.nodes:write", ("left",), {"value": "own"})]
+    carry_out(decided(store, own))
+    last = status.lines(decided(store))[-1]
+    assert last.startswith("sample_images  finished") and last.endswith("only with images=...")
+    carry_out(decided(store, diamond(**CHANGED)))
+    assert status.lines(decided(store, diamond(**CHANGED)))[-1].startswith("sample_images  outdated")
+    assert status.lines(decided(store))[-1].startswith("sample_images  finished"), "under the configuration it is of"
 
 
 def test_the_status_writes_nothing(store: Store) -> None:
