@@ -10,6 +10,7 @@ after its PNGs: a later start of the same attempt finds what is done and draws t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from pipelines.node import NodeOutput
 from pipelines.pictures import display, png
 from pipelines.storage import Store, open_store
 from pipelines.trained import load_stage_configs, load_stages
-from spn.model import SPNConfig
+from spn.model import SPN, SPNConfig
 from spn.ordering import image_to_slices
 from spn.sampling import rows_to_sample, sample_chain
 
@@ -122,14 +123,21 @@ class DrawingWorker:
 
     def __init__(self, job: Job, progress: Reporter, total: int, *, device: str) -> None:
         torch.set_num_threads(1)  # sums are the same whatever CPUs the worker was given
-        self.job, self.progress, self.total = job, progress, total
-        self.models = load_stages(job.inputs, job.stages, device=device)
-        self.configs = {stage: model.config for stage, model in self.models.items()}
+        self.job, self.progress, self.total, self.device = job, progress, total, device
+
+    @functools.cached_property
+    def models(self) -> dict[str, SPN]:
+        """Loaded by the first chunk: what fails in a constructor is to Ray a lost worker, which is started anew."""
+        return load_stages(self.job.inputs, self.job.stages, device=self.device)
+
+    @property
+    def configs(self) -> dict[str, SPNConfig]:
+        return {stage: model.config for stage, model in self.models.items()}
 
     def draw(self, chunk: Chunk) -> None:
         """Draws a chunk and writes its files, the Parquet file last."""
-        job, part, done = self.job, _part(self.progress, chunk), 0
-        pixels_a_row = len(chunk.keys) * next(iter(self.configs.values())).slice_size
+        job, part, done, configs = self.job, _part(self.progress, chunk), 0, self.configs
+        pixels_a_row = len(chunk.keys) * next(iter(configs.values())).slice_size
 
         def on_row() -> None:
             nonlocal done
@@ -146,14 +154,13 @@ class DrawingWorker:
             on_row=on_row,
         )
         values = list(known.values())[-1].permute(0, 2, 3, 1).to(torch.uint8).cpu().numpy()
-        write_chunk(open_store(job.out), chunk, values, num_bits=_depth(self.configs), num_chunks=job.num_chunks)
+        write_chunk(open_store(job.out), chunk, values, num_bits=_depth(configs), num_chunks=job.num_chunks)
 
     def _start(self, chunk: Chunk) -> dict[str, Any]:
         """What `sample_chain` is given."""
         if chunk.given is None:
             return {}
-        device = next(next(iter(self.models.values())).parameters()).device
-        given = torch.from_numpy(chunk.given.copy()).to(device).permute(0, 3, 1, 2).long()
+        given = torch.from_numpy(chunk.given.copy()).to(self.device).permute(0, 3, 1, 2).long()
         if self.job.use == "depth_upscale":
             return {"image": given}
         if self.job.use == "size_upscale":

@@ -190,13 +190,13 @@ def _tempering(config: ExperimentConfig, stages: list[str]) -> dict[str, Any]:
 def _drawing(config: ExperimentConfig, name: str) -> dict[str, Any]:
     """Fields of a node whose images are drawn by workers."""
     resources = node_resources(config, name)
+    worker = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker if resources.use_gpu else 0}
     return {
         "options": {"resources": resources},
         "num_cpus": 0,
-        "cost": {
-            "CPU": resources.num_workers * resources.cpus_per_worker,
-            "GPU": resources.num_workers * resources.gpus_per_worker if resources.use_gpu else 0,
-        },
+        "cost": {resource: resources.num_workers * amount for resource, amount in worker.items()},
+        "num_workers": resources.num_workers,
+        "worker_cost": worker,
         "resumable": True,
         **_retries(resources),
     }

@@ -249,13 +249,14 @@ def test_settings_of_a_preset_fall_away_with_the_stage() -> None:
 
 def test_resources_of_one_node_are_its_own_and_no_part_of_what_it_computes() -> None:
     changes = ["train_size_upscale.num_workers=2", "train_size_upscale.cpus_per_worker=3", "evaluate.use_gpu=true"]
-    changes += ["sample.cpus_per_worker=4", "prepare_data.max_failures=9"]
+    changes += ["sample.cpus_per_worker=4", "sample.num_workers=3", "prepare_data.max_failures=9"]
     plain = {node.name: node for node in nodes(load("debug"))}
     changed = {node.name: node for node in nodes(load("debug", [f"resources.per_node.{c}" for c in changes]))}
     assert {name: node.config for name, node in plain.items()} == {name: node.config for name, node in changed.items()}
     cost = {name: node.total_cost for name, node in changed.items()}
     assert cost["train_first_slice"] == {"CPU": 0.75} and cost["train_size_upscale"] == {"CPU": 6.25}
-    assert cost["evaluate"] == {"CPU": 1, "GPU": 1} and cost["sample"] == {"CPU": 4}
+    assert cost["evaluate"] == {"CPU": 1, "GPU": 1} and cost["sample"] == {"CPU": 12}
+    assert (changed["sample"].num_workers, changed["sample"].worker_cost) == (3, {"CPU": 4, "GPU": 0}), "one must fit"
     assert changed["sample"].options["resources"].cpus_per_worker == 4
     assert changed["evaluate"].options["device"] == "cuda" and plain["evaluate"].options["device"] == "cpu"
     assert changed["sample"].options["resources"].device == "cpu", "a GPU is taken only where one was asked for"

@@ -214,6 +214,13 @@ def test_a_mistake_in_a_chunk_ends_the_node_and_keeps_what_is_finished(job, ray_
     assert sorted(content(wrong.out)) == ["images/a.png", f"{PARQUET}/samples-00000-of-00002.parquet"]
 
 
+def test_a_worker_that_cannot_load_a_network_fails_by_its_own_error(job):
+    """In its constructor Ray would take that for a lost worker, and the node would be started again and again."""
+    worker = DrawingWorker(job("none", inputs={}), Reporter("sample"), 1, device="cpu")
+    with pytest.raises(KeyError, match="train_first_slice"):
+        worker.draw(twelve_images()[0])
+
+
 # ---- the user's own images -----------------------------------------------------------------------------------------
 
 
