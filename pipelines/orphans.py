@@ -13,6 +13,7 @@ import contextlib
 import select
 import subprocess
 import sys
+import time
 
 import psutil
 
@@ -46,15 +47,24 @@ def main() -> None:
     try:
         raylet = psutil.Process(int(sys.argv[1]))
         agents = agents_of(raylet)
-        with contextlib.suppress(psutil.TimeoutExpired):
-            raylet.wait(_RAYLET_SEC)
     except psutil.NoSuchProcess:  # ended before its agents were seen: they leave by themselves
         return
-    if raylet.is_running():
-        return  # it serves somebody: not ours to end
+    deadline = time.monotonic() + _RAYLET_SEC
+    while is_alive(raylet):
+        if time.monotonic() > deadline:
+            return  # it serves somebody: not ours to end
+        time.sleep(0.1)
     for agent in agents:
         with contextlib.suppress(psutil.NoSuchProcess):
             agent.kill()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """A zombie is not: in a container there may be nobody to collect it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def agents_of(raylet: psutil.Process) -> list[psutil.Process]:

@@ -25,11 +25,11 @@ from pipelines.git import git_commit
 from pipelines.ledger import Ledger
 from pipelines.lock import Lock
 from pipelines.masking import mask
-from pipelines.node import Node, NodeContext, NodeOutput
+from pipelines.node import Node, NodeOutput
 from pipelines.plan import KEEP, NOT_SELECTED, RUN, SKIP, WAIT, Decision, Plan, decide
 from pipelines.progress import Hub, LiveDisplay, PlainDisplay, clock
 from pipelines.storage import Store
-from pipelines.task import Outcome, Task, adopt, execute, one_line
+from pipelines.task import Outcome, adopt, execute, make_task, one_line
 from pipelines.tracking import RunHandle
 
 EXECUTED, SKIPPED, FAILED, BLOCKED = "executed", "skipped", "failed", "blocked"
@@ -251,21 +251,16 @@ class _Engine:
             "mlflow_run_id": handle.reference,
         }
         store.write_bytes(posixpath.join(folder, attempts.STARTED), json.dumps(started, indent=1).encode())
-        context = NodeContext(
-            node=node.name,
-            fingerprint=decision.fingerprint,
+        task = make_task(
+            decision,
             attempt=attempt,
-            config=node.config,
-            options=node.options,
-            inputs={need: self.outputs[need] for need in node.needs},
-            out=store.uri_of(folder),
+            store=store,
+            outputs=self.outputs,
             run=handle,
             progress=self.hub.reporter(node.name),
-            fresh=decision.attempt is None,
+            git_commit=self.commit,
             restarts=len(starts),
         )
-        upstream = {need: self.outputs[need].attempt for need in node.needs}
-        task = Task(store, node.function, context, upstream, decision.ingredients, self.commit)
         options = {"name": f"node:{node.name}", "num_cpus": node.num_cpus, "num_gpus": node.num_gpus}
         reference = self.remote.options(**options).remote(task)
         self.running[reference] = _Running(decision, handle, attempt, time.monotonic(), failures)

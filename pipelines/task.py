@@ -13,15 +13,20 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from pipelines import attempts, tracking
 from pipelines.attempts import Success
 from pipelines.errors import UserError
 from pipelines.faults import is_infrastructure
 from pipelines.masking import Masked, mask
-from pipelines.node import NodeContext, NodeResult
+from pipelines.node import NodeContext, NodeOutput, NodeResult
 from pipelines.storage import Store
+
+if TYPE_CHECKING:
+    from pipelines.plan import Decision
+    from pipelines.progress import Reporter
+    from pipelines.tracking import RunHandle
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,37 @@ class Task:
     @property
     def folder(self) -> str:
         return attempts.attempt_folder(self.context.node, self.context.fingerprint, self.context.attempt)
+
+
+def make_task(
+    decision: Decision,
+    *,
+    attempt: str,
+    store: Store,
+    outputs: Mapping[str, NodeOutput],
+    run: RunHandle,
+    progress: Reporter,
+    git_commit: str,
+    restarts: int = 0,
+) -> Task:
+    """The task of a node that is to run. outputs: of all nodes so far; restarts: earlier starts of this attempt."""
+    node = decision.node
+    assert decision.fingerprint is not None and decision.ingredients is not None
+    context = NodeContext(
+        node=node.name,
+        fingerprint=decision.fingerprint,
+        attempt=attempt,
+        config=node.config,
+        options=node.options,
+        inputs={need: outputs[need] for need in node.needs},
+        out=store.uri_of(attempts.attempt_folder(node.name, decision.fingerprint, attempt)),
+        run=run,
+        progress=progress,
+        fresh=decision.attempt is None,
+        restarts=restarts,
+    )
+    upstream = {need: outputs[need].attempt for need in node.needs}
+    return Task(store, node.function, context, upstream, decision.ingredients, git_commit)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ os.environ.pop("RAY_ADDRESS", None)
 os.environ.pop("MLFLOW_TRACKING_URI", None)
 sys.path.append(str(TOYS))
 
+from pipelines.storage import Store, open_store  # noqa: E402
+
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
@@ -48,6 +50,16 @@ def ray_session() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Store:
+    """A run folder on which the whole diamond of toy nodes is up to date."""
+    from toy.diamond import carry_out, decided
+
+    store = open_store(tmp_path / "run")
+    assert carry_out(decided(store)) == ["prepare", "left", "right", "join"]
+    return store
 
 
 @pytest.fixture(scope="session")

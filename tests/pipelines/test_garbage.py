@@ -18,84 +18,76 @@ from pipelines.storage import Store, open_store
 NEW = {"left": {"config": {"value": "new"}}}
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    """The whole diamond is up to date."""
-    store = open_store(tmp_path / "run")
-    carry_out(decided(store))
-    return store
-
-
 def found(store: Store, **changes: dict[str, Any]) -> list[str]:
     return [each.attempt.node for each in garbage.find(decided(store, diamond(**changes)))]
 
 
-def test_nothing_of_a_fresh_run_may_go(store: Store) -> None:
-    assert found(store) == []
-    assert found(store, **NEW) == []  # outdated outputs, each the newest of its node: --keep may adopt them
+def test_nothing_of_a_fresh_run_may_go(finished: Store) -> None:
+    assert found(finished) == []
+    assert found(finished, **NEW) == []  # outdated outputs, each the newest of its node: --keep may adopt them
 
 
-def test_what_was_replaced_may_go_and_the_rest_stays_up_to_date(store: Store) -> None:
-    carry_out(decided(store, rerun=["left"]))
-    old = garbage.find(decided(store))
+def test_what_was_replaced_may_go_and_the_rest_stays_up_to_date(finished: Store) -> None:
+    carry_out(decided(finished, rerun=["left"]))
+    old = garbage.find(decided(finished))
     assert [each.attempt.node for each in old] == ["join", "left"]
-    before = sum(file.bytes for file in store.walk())
-    garbage.delete(store, old)
-    assert before - sum(file.bytes for file in store.walk()) == sum(each.bytes for each in old) > 0
-    assert decided(store).will_run == () and found(store) == []
-    assert all(entry.path.count("/") == 4 for entry in store.walk("nodes"))  # node/fingerprint/attempt/file
+    before = sum(file.bytes for file in finished.walk())
+    garbage.delete(finished, old)
+    assert before - sum(file.bytes for file in finished.walk()) == sum(each.bytes for each in old) > 0
+    assert decided(finished).will_run == () and found(finished) == []
+    assert all(entry.path.count("/") == 4 for entry in finished.walk("nodes"))  # node/fingerprint/attempt/file
 
 
-def test_of_own_images_the_newest_stays_with_what_made_it(store: Store) -> None:
+def test_of_own_images_the_newest_stays_with_what_made_it(finished: Store) -> None:
     """Their nodes are in no plan of --gc, which has no images."""
 
     def own(value: str) -> list[Node]:
         return [*diamond(**NEW), Node("sample_images", "toy.nodes:write", ("left",), {"value": value})]
 
     for value in ("first", "second"):
-        carry_out(decided(store, own(value)))
-    carry_out(decided(store, diamond(left={"config": {"value": "newer"}})))
-    assert found(store) == ["join", "sample_images"], "left of NEW stays: the newest sample_images was made from it"
+        carry_out(decided(finished, own(value)))
+    carry_out(decided(finished, diamond(left={"config": {"value": "newer"}})))
+    assert found(finished) == ["join", "sample_images"], "left of NEW stays: the newest sample_images was made from it"
 
 
-def test_an_output_of_the_present_plan_stays_although_there_is_a_newer_one(store: Store) -> None:
-    carry_out(decided(store, diamond(**NEW)))
-    assert found(store) == []  # the plan uses the older, the newer is the newest
-    carry_out(decided(store, diamond(left={"config": {"value": "newer"}})))
-    assert found(store) == ["join", "left"]  # those of "new": the plan is back at the first, "newer" is the newest
+def test_an_output_of_the_present_plan_stays_although_there_is_a_newer_one(finished: Store) -> None:
+    carry_out(decided(finished, diamond(**NEW)))
+    assert found(finished) == []  # the plan uses the older, the newer is the newest
+    carry_out(decided(finished, diamond(left={"config": {"value": "newer"}})))
+    assert found(finished) == ["join", "left"]  # those of "new": the plan is back at the first, "newer" is the newest
 
 
-def test_an_interrupted_attempt_that_would_go_on_stays(store: Store) -> None:
+def test_an_interrupted_attempt_that_would_go_on_stays(finished: Store) -> None:
     changed = diamond(left={"config": {"value": "new"}, "resumable": True})
-    carry_out(decided(store, changed), broken=["left"])
-    carry_out(decided(store, diamond(left={"config": {"value": "newer"}})))
+    carry_out(decided(finished, changed), broken=["left"])
+    carry_out(decided(finished, diamond(left={"config": {"value": "newer"}})))
 
     def interrupted(nodes: list[Node]) -> list[str]:
-        return [g.line for g in garbage.find(decided(store, nodes)) if g.attempt.success is None]
+        return [g.line for g in garbage.find(decided(finished, nodes)) if g.attempt.success is None]
 
     assert interrupted(changed) == []
     (line,) = interrupted(diamond())  # another configuration has no use for it
     assert line.startswith("left") and "interrupted" in line
 
 
-def test_what_a_kept_output_was_made_from_stays(store: Store) -> None:
-    first = decided(store)["left"].output_id
-    carry_out(decided(store, rerun=["left"], only=["left"]))
-    carry_out(decided(store, diamond(join={"config": {"value": "new"}}), keep=["join"], only=["join"]))
-    assert first not in [g.attempt.attempt for g in garbage.find(decided(store))]
+def test_what_a_kept_output_was_made_from_stays(finished: Store) -> None:
+    first = decided(finished)["left"].output_id
+    carry_out(decided(finished, rerun=["left"], only=["left"]))
+    carry_out(decided(finished, diamond(join={"config": {"value": "new"}}), keep=["join"], only=["join"]))
+    assert first not in [g.attempt.attempt for g in garbage.find(decided(finished))]
 
 
-def test_an_adopted_output_keeps_its_files(store: Store) -> None:
-    carry_out(decided(store, diamond(**NEW), keep=["left"]))
-    garbage.delete(store, garbage.find(decided(store, diamond(**NEW))))
-    made = decided(store, diamond(**NEW))
+def test_an_adopted_output_keeps_its_files(finished: Store) -> None:
+    carry_out(decided(finished, diamond(**NEW), keep=["left"]))
+    garbage.delete(finished, garbage.find(decided(finished, diamond(**NEW))))
+    made = decided(finished, diamond(**NEW))
     assert made.will_run == ()
-    assert Path(made["left"].success.output(store).uri, "value.txt").exists()
+    assert Path(made["left"].success.output(finished).uri, "value.txt").exists()
 
 
-def test_what_is_newer_than_a_running_start_is_not_listed(store: Store) -> None:
-    carry_out(decided(store, rerun=["left"]))
-    old = decided(store)
+def test_what_is_newer_than_a_running_start_is_not_listed(finished: Store) -> None:
+    carry_out(decided(finished, rerun=["left"]))
+    old = decided(finished)
     assert garbage.find(old, holder={"since": time.time() - 3600}) == []
     assert len(garbage.find(old, holder={"since": time.time() + 3600})) == 2
 

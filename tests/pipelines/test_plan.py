@@ -24,13 +24,6 @@ def store(tmp_path: Path) -> Store:
     return open_store(tmp_path / "run")
 
 
-@pytest.fixture
-def finished(store: Store) -> Store:
-    """A store on which the whole diamond is up to date."""
-    assert carry_out(decided(store)) == ["prepare", "left", "right", "join"]
-    return store
-
-
 def actions(made: Plan) -> dict[str, str]:
     return {d.node.name: d.action for d in made.decisions}
 

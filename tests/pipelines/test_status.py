@@ -5,25 +5,14 @@ python -m pytest tests/pipelines/test_status.py
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 from toy.diamond import carry_out, decided, diamond
 
 from pipelines import attempts, status
 from pipelines.lock import Lock
 from pipelines.node import Node
-from pipelines.storage import Store, open_store
+from pipelines.storage import Store
 
 CHANGED = {"left": {"config": {"value": "new"}}}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    """The whole diamond is up to date."""
-    store = open_store(tmp_path / "run")
-    carry_out(decided(store))
-    return store
 
 
 def rows(store: Store, **changes: dict) -> dict[str, str]:
@@ -33,55 +22,55 @@ def rows(store: Store, **changes: dict) -> dict[str, str]:
     return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines[-4:]}
 
 
-def test_a_finished_node_shows_run_fingerprint_and_age(store: Store) -> None:
-    (attempt,) = attempts.history(store, "left")
-    shown = rows(store)["left"]
+def test_a_finished_node_shows_run_fingerprint_and_age(finished: Store) -> None:
+    (attempt,) = attempts.history(finished, "left")
+    shown = rows(finished)["left"]
     assert shown.startswith("up to date") and shown.endswith("skips it")
     assert attempt.fingerprint in shown and "less than a minute ago" in shown
 
 
-def test_an_outdated_node_says_why_it_would_run(store: Store) -> None:
-    shown = rows(store, **CHANGED)
+def test_an_outdated_node_says_why_it_would_run(finished: Store) -> None:
+    shown = rows(finished, **CHANGED)
     assert shown["left"].startswith("outdated")
     assert shown["left"].endswith("runs it: config changed: value left -> new")
     assert shown["join"].endswith("runs it: because left runs") and shown["right"].startswith("up to date")
 
 
-def test_interrupted_failed_and_damaged(store: Store) -> None:
-    carry_out(decided(store, diamond(**CHANGED)), broken=["left"])
-    shown = rows(store, **CHANGED)["left"]
-    (unfinished,) = (a for a in attempts.history(store, "left") if a.success is None)
+def test_interrupted_failed_and_damaged(finished: Store) -> None:
+    carry_out(decided(finished, diamond(**CHANGED)), broken=["left"])
+    shown = rows(finished, **CHANGED)["left"]
+    (unfinished,) = (a for a in attempts.history(finished, "left") if a.success is None)
     assert shown.startswith("interrupted") and "run7" in shown and unfinished.fingerprint in shown
-    store.write_text(f"{unfinished.folder}/{attempts.ERROR}", "RuntimeError")
-    assert rows(store, **CHANGED)["left"].startswith("failed")
-    (right,) = attempts.history(store, "right")
-    store.delete(f"{right.folder}/value.txt")
-    assert rows(store)["right"].startswith("damaged")
-    assert "value.txt is missing" in rows(store)["right"]
+    finished.write_text(f"{unfinished.folder}/{attempts.ERROR}", "RuntimeError")
+    assert rows(finished, **CHANGED)["left"].startswith("failed")
+    (right,) = attempts.history(finished, "right")
+    finished.delete(f"{right.folder}/value.txt")
+    assert rows(finished)["right"].startswith("damaged")
+    assert "value.txt is missing" in rows(finished)["right"]
 
 
-def test_what_a_living_start_works_on_is_running(store: Store) -> None:
-    with Lock(store):
-        carry_out(decided(store, diamond(**CHANGED)), broken=["left"])
-        lines = status.lines(decided(store, diamond(**CHANGED)))
+def test_what_a_living_start_works_on_is_running(finished: Store) -> None:
+    with Lock(finished):
+        carry_out(decided(finished, diamond(**CHANGED)), broken=["left"])
+        lines = status.lines(decided(finished, diamond(**CHANGED)))
         assert lines[0].startswith("in use by process ")
-        assert rows(store, **CHANGED)["left"].startswith("running")
-    assert rows(store, **CHANGED)["left"].startswith("interrupted")
+        assert rows(finished, **CHANGED)["left"].startswith("running")
+    assert rows(finished, **CHANGED)["left"].startswith("interrupted")
 
 
-def test_nodes_of_own_images_appear_once_they_have_run(store: Store) -> None:
+def test_nodes_of_own_images_appear_once_they_have_run(finished: Store) -> None:
     """They are in no plan, since a plan without images does not have them."""
-    assert not any("sample_images" in line for line in status.lines(decided(store)))
+    assert not any("sample_images" in line for line in status.lines(decided(finished)))
     own = [*diamond(), Node("sample_images", "toy.nodes:write", ("left",), {"value": "own"})]
-    carry_out(decided(store, own))
-    last = status.lines(decided(store))[-1]
+    carry_out(decided(finished, own))
+    last = status.lines(decided(finished))[-1]
     assert last.startswith("sample_images  finished") and last.endswith("only with images=...")
-    carry_out(decided(store, diamond(**CHANGED)))
-    assert status.lines(decided(store, diamond(**CHANGED)))[-1].startswith("sample_images  outdated")
-    assert status.lines(decided(store))[-1].startswith("sample_images  finished"), "under the configuration it is of"
+    carry_out(decided(finished, diamond(**CHANGED)))
+    assert status.lines(decided(finished, diamond(**CHANGED)))[-1].startswith("sample_images  outdated")
+    assert status.lines(decided(finished))[-1].startswith("sample_images  finished"), "under the configuration it is of"
 
 
-def test_the_status_writes_nothing(store: Store) -> None:
-    before = store.walk()
-    rows(store, **CHANGED)
-    assert store.walk() == before
+def test_the_status_writes_nothing(finished: Store) -> None:
+    before = finished.walk()
+    rows(finished, **CHANGED)
+    assert finished.walk() == before

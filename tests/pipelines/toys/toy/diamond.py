@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from pipelines import attempts
-from pipelines.node import Node, NodeContext
+from pipelines.node import Node
 from pipelines.plan import Plan, decide, plan
 from pipelines.progress import Reporter
 from pipelines.storage import Store
-from pipelines.task import Task, adopt, execute
+from pipelines.task import adopt, execute, make_task
 from pipelines.tracking import RunHandle
 
 TOYS = Path(__file__).parents[1]
@@ -51,20 +51,16 @@ def carry_out(made: Plan, *, broken: Sequence[str] = ()) -> list[str]:
             started = json.dumps({"ingredients": decision.ingredients, "starts": [now], "mlflow_run_id": "run7"})
             store.write_text(f"{folder}/{attempts.STARTED}", started)
             continue
-        context = NodeContext(
-            node=node.name,
-            fingerprint=decision.fingerprint,
+        task = make_task(
+            decision,
             attempt=attempt,
-            config=node.config,
-            options=node.options,
-            inputs={need: outputs[need] for need in node.needs},
-            out=store.uri_of(folder),
+            store=store,
+            outputs=outputs,
             run=RunHandle(),
             progress=Reporter(node.name),
-            fresh=decision.attempt is None,
+            git_commit="unknown",
         )
-        upstream = {need: outputs[need].attempt for need in node.needs}
-        outcome = execute(Task(store, node.function, context, upstream, decision.ingredients, "unknown"))
+        outcome = execute(task)
         assert outcome.success is not None, outcome.error
         outputs[node.name] = outcome.success.output(store)
         ran.append(node.name)
