@@ -128,9 +128,13 @@ def explain(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     modules = _differing(old.get("code", {}), new["code"])
     if modules:
         reasons.append(f"code changed: {_some(modules)}")
-    upstream = _differing(old.get("upstream", {}), new["upstream"])
-    if upstream:
+    read, reads = old.get("upstream", {}), new["upstream"]
+    if upstream := [node for node in _differing(read, reads) if node in read and node in reads]:
         reasons.append(f"new output of {_some(upstream)}")
+    if more := sorted(reads.keys() - read.keys()):
+        reasons.append(f"reads {_some(more)} too")
+    if less := sorted(read.keys() - reads.keys()):
+        reasons.append(f"reads {_some(less)} no more")
     if old.get("source", "") != new["source"]:
         reasons.append("source files changed")
     return "; ".join(reasons)

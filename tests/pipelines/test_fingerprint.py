@@ -145,6 +145,8 @@ def test_node_functions_do_not_depend_on_the_engine() -> None:
         ({"config": {}}, "config changed: train.num_steps is gone"),
         ({"code": {"toy": "1", "toy.model": "2"}}, "code changed: toy.model"),
         ({"upstream": {"prepare": "t2"}}, "new output of prepare"),
+        ({"upstream": {"prepare": "t1", "other": "t1"}}, "reads other too"),
+        ({"upstream": {"other": "t1"}}, "reads other too; reads prepare no more"),
         ({"source": "other"}, "source files changed"),
         ({"function": "toy.nodes:other"}, "function changed: toy.nodes:write -> toy.nodes:other"),
         ({"source": "other", "code": {}}, "code changed: toy; source files changed"),
