@@ -21,11 +21,11 @@ from pipelines.storage import FileEntry, Store, open_store
 SAMPLE, SCORE = "sample_images", "score_images"  # nodes
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")
 NOT_RGB = {  # conversions that a data set would flag, and that nobody should find in an exact result
-    "gray_to_rgb": "grayscale",
-    "palette": "in palette colours",
-    "alpha_dropped": "with an alpha channel",
-    "bit_depth_16": "of 16 bits a channel",
-    "cmyk": "in CMYK",
+    "bit_depth_16": "has 16 bits a channel",
+    "gray_to_rgb": "is grayscale",
+    "palette": "has palette colours",
+    "alpha_dropped": "has an alpha channel",
+    "cmyk": "is in CMYK",
 }
 
 
@@ -159,7 +159,7 @@ def _read(config: ExperimentConfig, *, side: int, what: str, bits: int) -> tuple
             raise UserError(f"images: {name} cannot be read ({error.message}); {takes}") from None
         for conversion, text in NOT_RGB.items():
             if conversion in decoded.conversions:
-                raise UserError(f"images: {name} is {text}; {takes}")
+                raise UserError(f"images: {name} {text}; {takes}")
         height, width = decoded.pixels.shape[:2]
         if (height, width) != (side, side):
             raise UserError(f"images: {name} is {width}x{height}; {takes}")

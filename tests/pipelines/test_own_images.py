@@ -125,17 +125,17 @@ def test_digest_follows_names_and_values(tmp_path):
 def modes() -> dict[str, Image.Image]:
     rgb = Image.fromarray(photo(16))
     return {
-        "grayscale": rgb.convert("L"),
-        "with an alpha channel": rgb.convert("RGBA"),
-        "in palette colours": rgb.convert("P"),
-        "of 16 bits a channel": Image.fromarray(photo(16)[..., 0].astype(np.uint16) << 8),
+        "is grayscale": rgb.convert("L"),
+        "has an alpha channel": rgb.convert("RGBA"),
+        "has palette colours": rgb.convert("P"),
+        "has 16 bits a channel": Image.fromarray(photo(16)[..., 0].astype(np.uint16) << 8),
     }
 
 
-@pytest.mark.parametrize("text", ["grayscale", "with an alpha channel", "in palette colours", "of 16 bits a channel"])
+@pytest.mark.parametrize("text", list(modes()))
 def test_other_modes_are_refused(text, tmp_path):
     file = save(tmp_path / "a.png", modes()[text])
-    with pytest.raises(UserError, match=rf"a\.png is {text}|a\.png is grayscale") as error:
+    with pytest.raises(UserError, match=rf"a\.png {text}; ") as error:
         own_images.for_scoring(config(file))
     assert "16x16 images, 8-bit RGB" in str(error.value)
 
