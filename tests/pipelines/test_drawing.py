@@ -287,6 +287,20 @@ def test_what_is_given_is_kept_bit_for_bit_in_every_draw(use, side, num_given, n
     assert Image.open(folder / "generation.webp").n_frames > 10
 
 
+def test_first_rows_are_kept_bit_for_bit_by_a_baseline(tiny_spn, tmp_path, in_this_process):
+    model = tiny_spn("baseline", seed=0, image_size=8, scaling_factor=1, num_bits=6).float()
+    (tmp_path / "checkpoint").mkdir()
+    save_checkpoint(tmp_path / "checkpoint", model=model, ema=model.state_dict(), trainer={})
+    trained = {"train_baseline": NodeOutput(str(tmp_path), {"checkpoint": "checkpoint"}, {}, "a")}
+    given = np.random.default_rng(0).integers(0, 64, (1, 8, 8, 3), dtype=np.uint8)
+    own = OwnImages("sample_images", ("a",), given, 6, ("baseline",), "complete", 3)
+    even = {"temperature": {"baseline": 1.0}, "top_p": {"baseline": None}}
+    sample_images.run(context(trained, tmp_path, own, **even))
+    first, second = draws_of(tmp_path).values()
+    assert np.array_equal(first[:3], given[0, :3]) and np.array_equal(second[:3], given[0, :3])
+    assert not np.array_equal(first[3:], second[3:]) and not np.array_equal(first[3:], given[0, 3:])
+
+
 def test_draws_depend_on_the_image_not_on_its_name_or_its_neighbours(networks, tmp_path, in_this_process):
     given = np.random.default_rng(0).integers(0, 8, (2, 8, 8, 3), dtype=np.uint8)
     both = OwnImages("sample_images", ("a", "b"), given, 3, ("depth_upscale",), "depth_upscale")
