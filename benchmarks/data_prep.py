@@ -4,10 +4,13 @@
     python benchmarks/data_prep.py memory --raw FOLDER --out benchmarks/results/data
     python benchmarks/data_prep.py read --raw FOLDER --out benchmarks/results/data
 
-FOLDER holds photos; they are copied under distinct keys until there are --images of them. Pool and Ray start before
-the clock does, decode and resize with the same functions and take turns, --repeats times. The pool is what one would
-write without this project: each task decodes the photos of a shard, resizes them and writes Parquet files with the same
-settings, but no fsync, checksums, quarantine or means to go on after a kill. `pool_pixels` stops before the files.
+FOLDER holds photos; they are copied under distinct keys until there are --images of them. Pool and Ray decode and
+resize with the same functions and take turns, --repeats times, each on a disk that has nothing left to write. The pool
+is what one would write without this project: each task decodes the photos of a shard, resizes them and writes Parquet
+files with the same settings, but no checksums, quarantine or means to go on after a kill. `pool` ends a task with fsync
+of its files, as the build does, so that both leave the same bytes on the disk; `pool_cached` leaves them in memory,
+where they are deleted before they reach the disk. images_per_sec sets start-up and commit apart: it is the slope
+between a set of a few images and the whole one, for Ray as for the pools; images_per_sec_all_in does not.
 Rates are wall-clock; on a machine with other work, read the ratios, and `cpu_ms`: CPU time an image, of all processes.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import json
 import multiprocessing
@@ -58,7 +62,7 @@ def main() -> None:
     parser.add_argument("what", choices=["build", "memory", "read"])
     parser.add_argument("--raw", type=Path, required=True, help="folder of photos")
     parser.add_argument("--images", type=int, default=4_000)
-    parser.add_argument("--rows-per-shard", type=int, default=250)
+    parser.add_argument("--rows-per-shard", type=int, default=500)
     parser.add_argument("--cores", type=int, default=2, help="the processes are bound to so many")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="folder for the JSON")
@@ -99,44 +103,59 @@ def machine(cores: int) -> dict:
 
 
 def measure_build(arguments: argparse.Namespace, place: Path) -> dict:
-    names = copy_photos(arguments.raw, place / "raw", arguments.images)
-    config = data_config(place / "raw", arguments)
-    shards = [names[i : i + arguments.rows_per_shard] for i in range(0, len(names), arguments.rows_per_shard)]
-    runs: dict[str, list[dict]] = {"ray": [], "pool": [], "pool_pixels": []}
+    """`few` takes what a build takes that has next to nothing to do: start-up and commit."""
+    sets = {"few": (8 * arguments.cores, 4), "all": (arguments.images, arguments.rows_per_shard)}
+    names = {name: copy_photos(arguments.raw, place / name, number) for name, (number, _) in sets.items()}
+    runs: dict[str, list[dict]] = {"ray": [], "pool": [], "pool_cached": []}
     with ray_session(arguments.cores), process_pool(arguments.cores) as pool:
-        copy_photos(arguments.raw, place / "few", 8 * arguments.cores)
-        few = data_config(place / "few", arguments, rows_per_shard=4)
-        build(few, out=str(place / "warm"), progress=lambda *_: None, num_cpus_per_task=1)
-        pool.map(plain_pixels, [[str(place / "few" / n) for n in names[:4]]] * 2 * arguments.cores, chunksize=1)
-        for repeat in range(arguments.repeats):
-            out = place / f"ray{repeat}"
-            job = timed(lambda out=out: build(config, out=str(out), progress=lambda *_: None, num_cpus_per_task=1))
-            runs["ray"].append(per_image(job, len(names)))
-            sizes = file_sizes(out)
-            shutil.rmtree(out)
-            for name, function in (("pool", plain_shard), ("pool_pixels", plain_pixels)):
-                tasks = [[str(place / "raw" / n) for n in shard] for shard in shards]
-                job = timed(lambda f=function, t=tasks: pool.map(f, t, chunksize=1))
-                runs[name].append(per_image(job, len(names)))
-                shutil.rmtree(place / "plain", ignore_errors=True)
-            print({name: found[-1] for name, found in runs.items()}, file=sys.stderr, flush=True)
+
+        def ray_job(name: str) -> None:
+            config = data_config(place / name, arguments, rows_per_shard=sets[name][1])
+            build(config, out=str(place / "set"), progress=lambda *_: None, num_cpus_per_task=1)
+
+        def pool_job(name: str, function: Callable) -> None:
+            paths, rows = [str(place / name / n) for n in names[name]], sets[name][1]
+            pool.map(function, [paths[i : i + rows] for i in range(0, len(paths), rows)], chunksize=1)
+
+        jobs = {
+            "ray": ray_job,
+            "pool": functools.partial(pool_job, function=plain_shard),
+            "pool_cached": functools.partial(pool_job, function=plain_shard_cached),
+        }
+        for repeat in range(-1, arguments.repeats):
+            for name, job in jobs.items():
+                times = {}
+                for images_ in ("few", "all") if repeat >= 0 else ("few",):  # at first only to warm up
+                    os.sync()
+                    times[images_] = timed(functools.partial(job, images_))
+                    if name == "ray" and images_ == "all":
+                        sizes = file_sizes(place / "set")
+                    for folder in ("set", "plain"):
+                        shutil.rmtree(place / folder, ignore_errors=True)
+                if repeat >= 0:
+                    runs[name].append(rates(times, {name: number for name, (number, _) in sets.items()}))
+            print({name: found[-1:] for name, found in runs.items()}, file=sys.stderr, flush=True)
     median = {
         name: {key: statistics.median(run[key] for run in found) for key in found[0]} for name, found in runs.items()
     }
-    ratios = [
-        ray["images_per_sec"] / pool["images_per_sec"] for ray, pool in zip(runs["ray"], runs["pool"], strict=True)
-    ]
+
+    def ratio(pool: str, key: str) -> float:
+        pairs = zip(runs["ray"], runs[pool], strict=True)
+        return round(statistics.median(ray[key] / plain[key] for ray, plain in pairs), 3)
+
     return {
-        "images": len(names),
+        "images": arguments.images,
+        "rows_per_shard": arguments.rows_per_shard,
         "resolutions": RESOLUTIONS,
         "bits": BITS,
         "bytes_per_image": {
-            "raw": round(sum(f.stat().st_size for f in (place / "raw").iterdir()) / len(names)),
+            "raw": round(sum(f.stat().st_size for f in (place / "all").iterdir()) / arguments.images),
             **sizes,
         },
-        "ray_to_pool": statistics.median(ratios),
-        "ray_to_pool_cpu": median["pool"]["cpu_ms"] / median["ray"]["cpu_ms"],
-        "ray_to_pool_pixels": median["ray"]["images_per_sec"] / median["pool_pixels"]["images_per_sec"],
+        "ray_to_pool": ratio("pool", "images_per_sec"),
+        "ray_to_pool_cached": ratio("pool_cached", "images_per_sec"),
+        "ray_to_pool_all_in": ratio("pool", "images_per_sec_all_in"),
+        "ray_to_pool_cached_all_in": ratio("pool_cached", "images_per_sec_all_in"),
         "median": median,
         "runs": runs,
     }
@@ -193,23 +212,28 @@ def measure_read(arguments: argparse.Namespace, place: Path) -> dict:
 # ---- the plain way -------------------------------------------------------------------------------------------------
 
 
-def plain_pixels(paths: list[str]) -> dict[int, np.ndarray] | int:
-    return len(_plain(paths)[RESOLUTIONS[0]])
+def plain_shard(paths: list[str]) -> None:
+    """Writes the photos' Parquet files beside their folder, and to the disk."""
+    for path in plain_shard_cached(paths):
+        with open(path, "rb") as stream:
+            os.fsync(stream.fileno())
 
 
-def plain_shard(paths: list[str]) -> int:
-    """Writes the photos' Parquet files beside their folder."""
+def plain_shard_cached(paths: list[str]) -> list[Path]:
+    """Leaves it to the kernel when the files reach the disk."""
     squares = _plain(paths)
     names = [Path(path).name for path in paths]
+    folder = Path(paths[0]).parents[1] / "plain"
+    folder.mkdir(exist_ok=True)
+    written = []
     for resolution, array in squares.items():
         for bits in BITS:
             table = pa.table({"key": names, "px": pixel_column(images.low_depth(array, bits))})
-            path = Path(paths[0]).parents[1] / "plain" / f"{resolution}-{bits}-{names[0]}.parquet"
-            path.parent.mkdir(exist_ok=True)
+            written.append(folder / f"{resolution}-{bits}-{names[0]}.parquet")
             rows = max(1, 16_000_000 // (resolution**2 * 3))
             options = dict(compression="zstd", compression_level=1, use_dictionary=False, row_group_size=rows)
-            pq.write_table(table, path, write_statistics=["key"], **options)
-    return len(names)
+            pq.write_table(table, written[-1], write_statistics=["key"], **options)
+    return written
 
 
 def _plain(paths: list[str]) -> dict[int, np.ndarray]:
@@ -302,22 +326,30 @@ def family() -> list[psutil.Process]:
 
 
 def timed(job: Callable[[], object]) -> tuple[float, float]:
-    """(seconds, CPU seconds of this process and all below that live on)."""
+    """(seconds, CPU seconds of this process and all below it, those that ended meanwhile too)."""
     before = {process.pid: _cpu(process) for process in family()}
     start = time.perf_counter()
     job()
     seconds = time.perf_counter() - start
+    time.sleep(0.5)  # until the parents of processes that have ended know what those took
     return seconds, sum(_cpu(process) - before.get(process.pid, 0.0) for process in family())
 
 
-def per_image(job: tuple[float, float], number: int) -> dict[str, float]:
-    return {"images_per_sec": round(number / job[0], 1), "cpu_ms": round(1e3 * job[1] / number, 3)}
+def rates(times: dict[str, tuple[float, float]], numbers: dict[str, int]) -> dict[str, float]:
+    (few_sec, _), (all_sec, all_cpu) = times["few"], times["all"]
+    return {
+        "images_per_sec": round((numbers["all"] - numbers["few"]) / (all_sec - few_sec), 1),
+        "images_per_sec_all_in": round(numbers["all"] / all_sec, 1),
+        "few_sec": round(few_sec, 2),
+        "cpu_ms": round(1e3 * all_cpu / numbers["all"], 3),
+    }
 
 
 def _cpu(process: psutil.Process) -> float:
+    """Seconds of a process and of its ended children."""
     try:
         times = process.cpu_times()
-        return times.user + times.system
+        return times.user + times.system + times.children_user + times.children_system
     except psutil.NoSuchProcess:
         return 0.0
 

@@ -8,13 +8,15 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import BinaryIO
 
 import pyarrow.fs as pafs
 
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]+://")
 _TEMPORARY = re.compile(r"\.tmp-\d+$")
+_SYNC_BYTES = 8_000_000  # written to a local file before the disk is asked to take them
 
 
 def locate(uri: str) -> tuple[pafs.FileSystem, str]:
@@ -35,20 +37,41 @@ def read_bytes(filesystem: pafs.FileSystem, path: str) -> bytes:
 
 
 class HashedStream:
-    """A binary stream to write to that counts and hashes what passes through it."""
+    """A binary stream to write to that counts and hashes what passes through it.
 
-    def __init__(self, stream: BinaryIO) -> None:
+    `syncs`: writes the local file behind `stream` to the disk from there while more is written, so that the end, which
+    has to wait for the disk, has little left to wait for.
+    """
+
+    def __init__(self, stream: BinaryIO, *, syncs: ThreadPoolExecutor | None = None) -> None:
         self._stream, self._sha = stream, hashlib.sha256()
+        self._syncs, self._sync_bytes = syncs, 0
+        self._sync: Future | None = None
         self.num_bytes = 0
         self.closed = False
 
     def write(self, data: bytes | memoryview) -> int:
         self._sha.update(data)
         self.num_bytes += len(data)
-        return self._stream.write(data)
+        written = self._stream.write(data)
+        if self._syncs is not None and self.num_bytes - self._sync_bytes >= _SYNC_BYTES and self._is_settled():
+            self._sync, self._sync_bytes = self._syncs.submit(os.fsync, self._stream.fileno()), self.num_bytes
+        return written
 
     def flush(self) -> None:
         self._stream.flush()
+
+    def to_disk(self) -> None:
+        """Returns when all of a local file is on the disk."""
+        if self._sync is not None:
+            self._sync.result()  # the kernel tells of an error once: the fsync below would not
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+
+    def _is_settled(self) -> bool:
+        if self._sync is not None and self._sync.done():
+            self._sync.result()
+        return self._sync is None or self._sync.done()
 
     @property
     def sha256(self) -> str:
@@ -57,33 +80,50 @@ class HashedStream:
 
 @contextmanager
 def whole_file(filesystem: pafs.FileSystem, path: str) -> Iterator[HashedStream]:
-    """A stream to `path`, which becomes visible only when the block ends without an error.
+    """A stream to `path`, which becomes visible only when the block ends without an error; see `whole_files`."""
+    with whole_files(filesystem, [path]) as streams:
+        yield streams[path]
 
-    Locally: a temporary name beside it, fsync, rename. Object stores show an upload only when it is complete, and
-    have no rename, so there the block ends with one put.
+
+@contextmanager
+def whole_files(filesystem: pafs.FileSystem, paths: list[str]) -> Iterator[dict[str, HashedStream]]:
+    """path -> a stream to it. The files become visible only when the block ends without an error, each of them whole.
+
+    Locally: temporary names beside them, all on the disk before the first is renamed. Object stores show an upload only
+    when it is complete, and have no rename, so there the block ends with one put for each.
     """
     if isinstance(filesystem, pafs.LocalFileSystem):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        temporary = f"{path}.tmp-{os.getpid()}"
+        folders = sorted({os.path.dirname(path) for path in paths})
+        temporaries = {path: f"{path}.tmp-{os.getpid()}" for path in paths}
+        for folder in folders:
+            os.makedirs(folder, exist_ok=True)
         try:
-            with open(temporary, "wb") as stream:
-                yield HashedStream(stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, path)
-            _fsync_folder(os.path.dirname(path))
+            with ThreadPoolExecutor(1, "sync") as syncs, ExitStack() as stack:
+                streams = {
+                    path: HashedStream(stack.enter_context(open(temporary, "wb")), syncs=syncs)
+                    for path, temporary in temporaries.items()
+                }
+                yield streams
+                for stream in streams.values():
+                    stream.to_disk()
+            for path, temporary in temporaries.items():
+                os.replace(temporary, path)
+            for folder in folders:
+                _fsync_folder(folder)
         finally:
-            if os.path.exists(temporary):
-                os.remove(temporary)
+            for temporary in temporaries.values():
+                if os.path.exists(temporary):
+                    os.remove(temporary)
         return
     # An output stream that is closed by an error would publish half a file, so the bytes are complete before it opens.
     with tempfile.TemporaryDirectory(prefix="data_prep-") as folder:
-        scratch = os.path.join(folder, "whole")
-        with open(scratch, "wb") as stream:
-            yield HashedStream(stream)
-        with open(scratch, "rb") as source, filesystem.open_output_stream(path) as target:
-            while chunk := source.read(1 << 24):
-                target.write(chunk)
+        scratch = {path: os.path.join(folder, str(i)) for i, path in enumerate(paths)}
+        with ExitStack() as stack:
+            yield {path: HashedStream(stack.enter_context(open(place, "wb"))) for path, place in scratch.items()}
+        for path, place in scratch.items():
+            with open(place, "rb") as source, filesystem.open_output_stream(path) as target:
+                while chunk := source.read(1 << 24):
+                    target.write(chunk)
 
 
 def remove_temporaries(filesystem: pafs.FileSystem, folder: str) -> None:

@@ -126,28 +126,26 @@ class ShardWriter:
         self._row_groups: dict[int, list[int]] = {r: [] for r in resolutions}
         self._streams: dict[tuple[int, int], files.HashedStream] = {}
         self._writers: dict[tuple[int, int], pq.ParquetWriter] = {}
+        self._low = np.empty(0, np.uint8)  # values of a low depth, of one row group after another
 
     def __enter__(self) -> ShardWriter:
-        with ExitStack() as stack:  # when one file cannot be opened, those before it vanish again
-            for resolution in self._pending:
-                for bits in self._bits:
-                    self._open(stack, resolution, bits)
+        paths = {(r, bits): self._path(r, bits) for r in self._pending for bits in self._bits}
+        with ExitStack() as stack:  # when a writer cannot start, the files vanish again
+            streams = stack.enter_context(files.whole_files(self._filesystem, list(paths.values())))
+            for (resolution, bits), path in paths.items():
+                writer = pq.ParquetWriter(
+                    streams[path],
+                    schema(resolution),
+                    compression="zstd",
+                    compression_level=1,
+                    use_dictionary=False,
+                    write_page_checksum=True,
+                    write_statistics=["key"],  # of px they would put whole images into the footer
+                )
+                self._streams[resolution, bits] = streams[path]
+                self._writers[resolution, bits] = stack.enter_context(writer)
             self._stack = stack.pop_all()
         return self
-
-    def _open(self, stack: ExitStack, resolution: int, bits: int) -> None:
-        stream = stack.enter_context(files.whole_file(self._filesystem, self._path(resolution, bits)))
-        writer = pq.ParquetWriter(
-            stream,
-            schema(resolution),
-            compression="zstd",
-            compression_level=1,
-            use_dictionary=False,
-            write_page_checksum=True,
-            write_statistics=["key"],  # of px they would put whole images into the footer
-        )
-        self._streams[resolution, bits] = stream
-        self._writers[resolution, bits] = stack.enter_context(writer)
 
     def append(self, names: pa.Table, squares: dict[int, np.ndarray]) -> None:
         """`names`: all columns but px; `squares`: resolution -> (N, R, R, 3) uint8 of 8 bits, free to be reused then.
@@ -195,9 +193,12 @@ class ShardWriter:
     def _write_group(self, resolution: int, parts: list[tuple[pa.Table, np.ndarray]]) -> None:
         names = pa.concat_tables([part for part, _ in parts]).combine_chunks()
         array = parts[0][1] if len(parts) == 1 else np.concatenate([part for _, part in parts])
+        if len(self._low) < array.size:
+            self._low = np.empty(array.size, np.uint8)
+        low = self._low[: array.size].reshape(array.shape)
         field = schema(resolution).field("px")
         for bits in self._bits:
-            table = names.append_column(field, pixel_column(images.low_depth(array, bits)))
+            table = names.append_column(field, pixel_column(images.low_depth(array, bits, out=low)))
             self._writers[resolution, bits].write_table(table, row_group_size=table.num_rows)
         self._row_groups[resolution].append(len(array))
 

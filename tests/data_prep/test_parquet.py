@@ -165,7 +165,7 @@ def test_failure_in_one_file_leaves_none(tmp_path: pathlib.Path, monkeypatch: py
 
     monkeypatch.setattr(pq, "ParquetWriter", Full)
     if when == "append":
-        monkeypatch.setattr(images, "low_depth", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        monkeypatch.setattr(images, "low_depth", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         write(tmp_path)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
