@@ -5,13 +5,14 @@
     python benchmarks/data_prep.py read --raw FOLDER --out benchmarks/results/data
 
 FOLDER holds photos; they are copied under distinct keys until there are --images of them. Pool and Ray decode and
-resize with the same functions and take turns, --repeats times, each on a disk that has nothing left to write. The pool
-is what one would write without this project: each task decodes the photos of a shard, resizes them and writes Parquet
+resize with the same functions and take turns, --repeats times, each on a disk that has nothing left to write and after
+a pause: a virtual machine gives freed memory back to its host, and who starts at once would get it cheaper. The pool is
+what one would write without this project: each task decodes the photos of a shard, resizes them and writes Parquet
 files with the same settings, but no checksums, quarantine or means to go on after a kill. `pool` ends a task with fsync
 of its files, as the build does, so that both leave the same bytes on the disk; `pool_cached` leaves them in memory,
 where they are deleted before they reach the disk. images_per_sec sets start-up and commit apart: it is the slope
-between a set of a few images and the whole one, for Ray as for the pools; images_per_sec_all_in does not.
-Rates are wall-clock; on a machine with other work, read the ratios, and `cpu_ms`: CPU time an image, of all processes.
+between a set of a few images and the whole one, for Ray as for the pools; images_per_sec_all_in does not. `cpu_ms` is
+CPU time an image of everything that runs, the kernel's writing too: nothing else should.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from data_prep.parquet import QUARANTINE, QUARANTINE_SCHEMA, Manifest, ShardWrit
 RESOLUTIONS, BITS = [32, 64, 128, 256], [3, 8]
 LIBRARIES = ("numpy", "pillow", "pyarrow", "ray", "simplejpeg")
 READ_BATCH = 64  # images
+PAUSE_SEC = 5.0
 
 
 def main() -> None:
@@ -127,6 +129,7 @@ def measure_build(arguments: argparse.Namespace, place: Path) -> dict:
                 times = {}
                 for images_ in ("few", "all") if repeat >= 0 else ("few",):  # at first only to warm up
                     os.sync()
+                    time.sleep(PAUSE_SEC if images_ == "all" else 0)
                     times[images_] = timed(functools.partial(job, images_))
                     if name == "ray" and images_ == "all":
                         sizes = file_sizes(place / "set")
@@ -326,13 +329,10 @@ def family() -> list[psutil.Process]:
 
 
 def timed(job: Callable[[], object]) -> tuple[float, float]:
-    """(seconds, CPU seconds of this process and all below it, those that ended meanwhile too)."""
-    before = {process.pid: _cpu(process) for process in family()}
-    start = time.perf_counter()
+    """(seconds, CPU seconds of the whole machine)."""
+    before, start = _cpu(), time.perf_counter()
     job()
-    seconds = time.perf_counter() - start
-    time.sleep(0.5)  # until the parents of processes that have ended know what those took
-    return seconds, sum(_cpu(process) - before.get(process.pid, 0.0) for process in family())
+    return time.perf_counter() - start, _cpu() - before
 
 
 def rates(times: dict[str, tuple[float, float]], numbers: dict[str, int]) -> dict[str, float]:
@@ -345,13 +345,9 @@ def rates(times: dict[str, tuple[float, float]], numbers: dict[str, int]) -> dic
     }
 
 
-def _cpu(process: psutil.Process) -> float:
-    """Seconds of a process and of its ended children."""
-    try:
-        times = process.cpu_times()
-        return times.user + times.system + times.children_user + times.children_system
-    except psutil.NoSuchProcess:
-        return 0.0
+def _cpu() -> float:
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system + times.irq + times.softirq
 
 
 def pss(process: psutil.Process) -> int:

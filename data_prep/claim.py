@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 import time
 import uuid
 from datetime import UTC, datetime
 
-import psutil
 import pyarrow.fs as pafs
 
-from data_prep import files
+from data_prep import files, holder
 
 HEARTBEAT_SEC = 2.0
 STALE_SEC = 60.0  # many heartbeats: a busy store must not look like death
@@ -67,9 +65,9 @@ class Claim:
 
     def check(self) -> None:
         """Raises FolderInUse when another build took the folder over, which happens to one that was suspended."""
-        holder = self._read()
-        if _token(holder) != self._token:
-            raise FolderInUse(f"{self._path} is no longer this build's: {_who(holder)}")
+        found = self._read()
+        if _token(found) != self._token:
+            raise FolderInUse(f"{self._path} is no longer this build's: {_who(found)}")
 
     def _try_to_take(self) -> bool:
         if not self._is_local:
@@ -91,20 +89,20 @@ class Claim:
         """Returns when the claim that is there is gone, removed if need be; raises FolderInUse if its holder lives."""
         signs, changed = set(), time.monotonic()
         while True:
-            holder, sign = self._read(), self._sign()
-            if holder is None or sign is None:
+            found, sign = self._read(), self._sign()
+            if found is None or sign is None:
                 return
-            if (holder.get("token"), sign) not in signs:
-                signs.add((holder.get("token"), sign))
+            if (found.get("token"), sign) not in signs:
+                signs.add((found.get("token"), sign))
                 changed = time.monotonic()
             if len(signs) > _NUM_SIGNS:
-                raise FolderInUse(f"{os.path.dirname(self._path)} is in use by another build: {_who(holder)}")
+                raise FolderInUse(f"{os.path.dirname(self._path)} is in use by another build: {_who(found)}")
             silent = time.monotonic() - changed > self._stale_sec
-            here = holder.get("place") == _place()
-            if here and _is_alive(holder) and silent:  # suspended, not dead: it may go on at any moment
-                raise FolderInUse(f"{os.path.dirname(self._path)} is in use by a suspended build: {_who(holder)}")
-            if silent or (here and not _is_alive(holder)):
-                self._remove(holder)
+            here = holder.is_here(found)
+            if here and holder.is_alive(found) and silent:  # suspended, not dead: it may go on at any moment
+                raise FolderInUse(f"{os.path.dirname(self._path)} is in use by a suspended build: {_who(found)}")
+            if silent or (here and not holder.is_alive(found)):
+                self._remove(found)
                 return
             time.sleep(_LOOK_SEC)
 
@@ -130,8 +128,8 @@ class Claim:
     def _beat(self) -> None:
         while not self._stop.wait(self._heartbeat_sec):
             try:
-                holder = self._read()
-                if holder is not None and _token(holder) != self._token:
+                found = self._read()
+                if found is not None and _token(found) != self._token:
                     return  # `check` says so to the build
                 if self._is_local:
                     os.utime(self._path)
@@ -151,33 +149,8 @@ class Claim:
 
 
 def _describe(token: str) -> bytes:
-    process = psutil.Process()
-    holder = {
-        "token": token,
-        "host": socket.gethostname(),
-        "place": _place(),
-        "pid": process.pid,
-        "process_started": process.create_time(),
-        "since": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
-    }
-    return json.dumps(holder).encode()
-
-
-def _place() -> str:
-    """Names the set of processes that a pid belongs to: containers may share a host name and not their pids."""
-    try:
-        return f"{socket.gethostname()}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _is_alive(holder: dict) -> bool:
-    try:
-        process = psutil.Process(holder["pid"])
-        same = abs(process.create_time() - holder["process_started"]) < 2.0  # the pid may be another process by now
-        return same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return json.dumps({"token": token, **holder.describe(), "since": since}).encode()
 
 
 def _parse(content: bytes) -> dict:
@@ -188,11 +161,11 @@ def _parse(content: bytes) -> dict:
         return {}
 
 
-def _token(holder: dict | None) -> str | None:
-    return None if holder is None else holder.get("token")
+def _token(found: dict | None) -> str | None:
+    return None if found is None else found.get("token")
 
 
-def _who(holder: dict | None) -> str:
-    if not holder:
+def _who(found: dict | None) -> str:
+    if not found:
         return "its holder is not known"
-    return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+    return f"process {found['pid']} on {found['host']}, since {found['since']}"

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 import time
 import uuid
 from datetime import UTC, datetime
 
-import psutil
-
+from data_prep.holder import describe, is_alive, is_here
 from pipelines.errors import UserError
 from pipelines.storage import Store
 
@@ -133,8 +131,8 @@ class Lock:
                 continue  # a store that is away for a moment: the next beat tries again
 
     def _is_stale(self, holder: dict) -> bool:
-        if holder.get("place") == _place():  # a living process keeps it, however long it was suspended
-            return not _is_alive(holder.get("pid"), holder.get("process_started"))
+        if is_here(holder):  # a living process keeps it, however long it was suspended
+            return not is_alive(holder)
         return time.time() - holder.get("heartbeat", 0.0) > self.stale_sec
 
     def _read(self) -> dict | None:
@@ -152,37 +150,8 @@ class Lock:
         return holder
 
     def _content(self) -> bytes:
-        process = psutil.Process()
-        return json.dumps(
-            {
-                "token": self._token,
-                "host": socket.gethostname(),
-                "place": _place(),
-                "pid": process.pid,
-                "process_started": process.create_time(),
-                "since": self._started,
-                "heartbeat": time.time(),
-            }
-        ).encode()
-
-
-def _place() -> str:
-    """Names the set of processes that this pid belongs to: containers may share a host name and not their pids."""
-    try:
-        return f"{socket.gethostname()}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _is_alive(pid: int | None, started: float | None) -> bool:
-    try:
-        process = psutil.Process(pid or -1)
-        same = started is None or abs(process.create_time() - started) < 2.0  # the pid may be another process by now
-        return same and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.NoSuchProcess, ValueError):
-        return False
-    except psutil.AccessDenied:
-        return True
+        times = {"since": self._started, "heartbeat": time.time()}
+        return json.dumps({"token": self._token, **describe(), **times}).encode()
 
 
 def _parse(content: bytes) -> dict:

@@ -1,4 +1,4 @@
-"""Tiny networks for every test, with parameters that let a leak show.
+"""For every test: one small Ray session, and tiny networks with parameters that let a leak show.
 
 An untrained network can pass a causality test for nothing: zero biases, dead ReLUs, timing signals that drown the rest.
 `randomised` therefore draws every parameter anew, wide enough that each unit is alive.
@@ -8,7 +8,9 @@ An untrained network can pass a causality test for nothing: zero biases, dead Re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,36 @@ from torch import Tensor, nn
 
 from spn.model import SPN, DecoderConfig, EmbedderConfig, SPNConfig
 from spn.modern import GroupNorm
+
+# Ray stays on loopback, without telemetry and tokens. It reads some of these on import, so they are set before; its
+# workers are new processes and find this checkout only through the environment.
+os.environ.update(
+    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_AUTH_MODE="disabled",
+    RAY_DATA_USE_DATASOURCE_V2="0",
+    RAY_CHDIR_TO_TRIAL_DIR="0",
+    PYTHONPATH=os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])),
+)
+os.environ.pop("RAY_ADDRESS", None)
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """A local Ray session of 2 CPUs: a process can have one, so all rooms share it, in whatever order they run."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=2,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=200_000_000,
+    )
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,7 +20,7 @@ from data_prep.plan import make_plan
 from data_prep.splits import split_photos
 from data_prep.verify import verify
 
-pytestmark = pytest.mark.usefixtures("local_ray")
+pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from data_prep.build import build
 from data_prep.config import DataConfig
 from data_prep.parquet import open_dataset, pixels
 
-pytestmark = pytest.mark.usefixtures("local_ray")
+pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 @pytest.fixture(scope="module")
-def uri(tmp_path_factory: pytest.TempPathFactory, make_photos, local_ray) -> str:
+def uri(tmp_path_factory: pytest.TempPathFactory, make_photos, ray_session) -> str:
     """95 tiles in four shards, in row groups of 10 and fewer."""
     folder = tmp_path_factory.mktemp("ingest")
     make_photos(folder / "raw", 6)
