@@ -63,10 +63,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=["build", "memory", "read"])
     parser.add_argument("--raw", type=Path, required=True, help="folder of photos")
-    parser.add_argument("--images", type=int, default=4_000)
-    parser.add_argument("--rows-per-shard", type=int, default=500)
+    parser.add_argument("--images", type=int, default=8_000)
+    parser.add_argument("--rows-per-shard", type=int, default=2_000)
     parser.add_argument("--cores", type=int, default=2, help="the processes are bound to so many")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     arguments = parser.parse_args()
     allowed = sorted(os.sched_getaffinity(0))[: arguments.cores]

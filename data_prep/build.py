@@ -10,6 +10,7 @@ A shard whose sidecar matches the plan and whose files have its checksums is not
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 from collections import Counter
@@ -25,7 +26,7 @@ from data_prep.claim import Claim
 from data_prep.config import DataConfig
 from data_prep.parquet import MANIFEST, QUARANTINE, QUARANTINE_SCHEMA, Manifest, Shard, keys_hash
 from data_prep.plan import Plan, config_dict, make_plan, num_duplicates
-from data_prep.shard import ShardTask
+from data_prep.shard import write_shard
 
 CLAIM = "build.lock"
 
@@ -100,15 +101,8 @@ def _run(config: DataConfig, plan: Plan, out: str, num_cpus_per_task: float) -> 
     dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks))
     dataset.context.enable_progress_bars = False  # the caller shows progress
     dataset.context.execution_options.preserve_order = False
-    # Actors have their next shard in their queue: a task would start only when the driver has seen the last one end.
-    num_workers = min(len(tasks), max(1, int(ray.cluster_resources().get("CPU", 1) / num_cpus_per_task)))
-    written = dataset.map(
-        ShardTask,
-        fn_constructor_kwargs=dict(config=config, root=plan.source.root, out=out, plan_hash=plan.hash),
-        compute=ray.data.ActorPoolStrategy(size=num_workers, max_tasks_in_flight_per_actor=2),
-        num_cpus=num_cpus_per_task,
-    )
-    for row in written.iter_rows():
+    write = functools.partial(write_shard, config=config, root=plan.source.root, out=out, plan_hash=plan.hash)
+    for row in dataset.map(write, num_cpus=num_cpus_per_task).iter_rows():
         yield json.loads(row["sidecar"])
 
 

@@ -1,4 +1,4 @@
-"""One shard of the plan, written at every resolution and depth from one decode of each photo. Runs in a Ray actor."""
+"""One shard of the plan, written at every resolution and depth from one decode of each photo. Runs in a Ray task."""
 
 from __future__ import annotations
 
@@ -24,25 +24,8 @@ _CHUNK_BYTES = 22_000_000
 _SHARED_CHUNK_BYTES = 256_000_000
 
 
-class ShardTask:
-    """Writes one shard after another in memory that it keeps: fresh memory has to be cleared by the kernel first."""
-
-    def __init__(self, *, config: DataConfig, root: str, out: str, plan_hash: str) -> None:
-        self._options = dict(config=config, root=root, out=out, plan_hash=plan_hash)
-        self._memory: dict[int, np.ndarray] = {}
-
-    def __call__(self, task: dict) -> dict:
-        return write_shard(task, memory=self._memory, **self._options)
-
-
-def write_shard(
-    task: dict, *, config: DataConfig, root: str, out: str, plan_hash: str, memory: dict[int, np.ndarray] | None = None
-) -> dict:
-    """Returns the sidecar's text, from disk when the shard is there already.
-
-    memory: where pixels may be put, and what is needed of it added, resolution -> array.
-    """
-    memory = {} if memory is None else memory
+def write_shard(task: dict, *, config: DataConfig, root: str, out: str, plan_hash: str) -> dict:
+    """Runs in a Ray task. Returns the sidecar's text, from disk when the shard is there already."""
     shard: ShardPlan = pickle.loads(task["shard"])
     filesystem, folder = files.locate(out)
     sidecar_path = f"{folder}/_build/{shard.split}-{shard.index:05d}-of-{shard.num_shards:05d}.json"
@@ -62,7 +45,7 @@ def write_shard(
     )
     quarantine, contents, conversions, num_rows = [], [], Counter(), 0
     with writer, sources.Reader(root) as reader:
-        for names, squares in _chunks(config, reader, shard.rows, memory, quarantine, contents):
+        for names, squares in _chunks(config, reader, shard.rows, quarantine, contents):
             writer.append(names, squares)
             num_rows += names.num_rows
             for flags in names.column("flags").to_pylist():
@@ -91,15 +74,10 @@ def _is_intact(filesystem: pafs.FileSystem, folder: str, sidecar: dict, plan_has
 
 
 def _chunks(
-    config: DataConfig,
-    reader: sources.Reader,
-    rows: list[Row],
-    memory: dict[int, np.ndarray],
-    quarantine: list[dict],
-    contents: list[str],
+    config: DataConfig, reader: sources.Reader, rows: list[Row], quarantine: list[dict], contents: list[str]
 ) -> Iterator[tuple[pa.Table, dict[int, np.ndarray]]]:
-    """Rows in plan order as (columns but px, resolution -> pixels), a bounded number at a time, in `memory`, which is
-    used again for the next ones.
+    """Rows in plan order as (columns but px, resolution -> pixels), a bounded number at a time, in memory that is used
+    again for the next ones.
 
     Inside a chunk items are taken in the order of their places in the source, each once, however its tiles are
     scattered. What cannot be used is added to `quarantine`, what was read to `contents`.
@@ -107,12 +85,10 @@ def _chunks(
     bytes_per_row = sum(resolution**2 * 3 for resolution in config.resolutions)
     shared = any(row.top is not None or row.item.block is not None for row in rows)
     rows_per_chunk = min(len(rows), max(1, (_SHARED_CHUNK_BYTES if shared else _CHUNK_BYTES) // bytes_per_row))
-    for r in config.resolutions:
-        if len(memory.get(r, ())) < rows_per_chunk:
-            memory[r] = np.empty((rows_per_chunk, r, r, 3), np.uint8)
+    memory = {r: np.empty((rows_per_chunk, r, r, 3), np.uint8) for r in config.resolutions}  # of every chunk in turn
     for begin in range(0, len(rows), rows_per_chunk):
         chunk = rows[begin : begin + rows_per_chunk]
-        squares = {resolution: memory[resolution][: len(chunk)] for resolution in config.resolutions}
+        squares = {resolution: array[: len(chunk)] for resolution, array in memory.items()}
         facts: list[tuple[int, int, int] | None] = [None] * len(chunk)  # orig_h, orig_w, flags
         for places in _by_item(chunk):
             item = chunk[places[0]].item
