@@ -19,7 +19,8 @@ from data_prep.parquet import ShardWriter, schema
 from data_prep.plan import Row, ShardPlan, content_of, quarantine_record, refuse_small
 from data_prep.sources.item import CHW, ENCODED, Item
 
-# Pixels that a task holds at once: more where rows share what is read, so that it is read and decoded seldom.
+# Pixels that a task holds at once: so few that the disk gets something steadily; more where rows share what is read, so
+# that it is read and decoded seldom.
 _CHUNK_BYTES = 22_000_000
 _SHARED_CHUNK_BYTES = 256_000_000
 
