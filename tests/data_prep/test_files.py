@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import pathlib
 
 import pyarrow.fs as pafs
@@ -20,6 +21,46 @@ def test_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path: path
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["b.bin"]
     assert files.read_bytes(filesystem, f"{folder}/a/b.bin") == b"old"
     assert files.digest(filesystem, f"{folder}/a/b.bin") == (3, hashlib.sha256(b"old").hexdigest())
+
+
+def test_several_files_are_on_the_disk_before_the_first_of_them_appears(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    filesystem, folder = files.locate(str(tmp_path))
+    paths = [f"{folder}/a/1.bin", f"{folder}/b/2.bin"]
+    monkeypatch.setattr(files, "_SYNC_BYTES", 4)  # so that most is on its way before the end
+    synced: dict[int, int] = {}  # inode -> bytes
+    fsync, replace = os.fsync, os.replace
+
+    def note(descriptor: int) -> None:
+        fsync(descriptor)
+        synced[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+
+    def check(source: str, target: str) -> None:
+        for path in (f"{p}.tmp-{os.getpid()}" if not os.path.exists(p) else p for p in paths):
+            assert synced[os.stat(path).st_ino] == 30, path
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "replace", check)
+    with files.whole_files(filesystem, paths) as streams:
+        for _ in range(10):
+            for path in paths:
+                streams[path].write(b"abc")
+        assert not any(os.path.exists(path) for path in paths)
+    assert [pathlib.Path(path).read_bytes() for path in paths] == [b"abc" * 10] * 2
+    assert {stream.sha256 for stream in streams.values()} == {hashlib.sha256(b"abc" * 10).hexdigest()}
+
+
+def test_disk_that_fails_behind_the_writer_fails_the_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    """The kernel tells of an error once, to whoever syncs first."""
+    filesystem, folder = files.locate(str(tmp_path))
+    monkeypatch.setattr(files, "_SYNC_BYTES", 4)
+    errors = [OSError("the disk is gone")]
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(errors.pop()) if errors else None)
+    with pytest.raises(OSError, match="the disk is gone"), files.whole_file(filesystem, f"{folder}/a.bin") as stream:
+        stream.write(b"abcdef")
+    assert not errors and list(tmp_path.iterdir()) == []
 
 
 def test_other_filesystems_see_one_complete_put(tmp_path: pathlib.Path):
