@@ -88,15 +88,17 @@ class Claim:
     def _wait_for_death(self) -> None:
         """Returns when the claim that is there is gone, removed if need be; raises FolderInUse if its holder lives."""
         signs, changed = set(), time.monotonic()
+        known: dict = {}  # what was last read whole: a claim that is just being put again may be found empty
         while True:
             found, sign = self._read(), self._sign()
             if found is None or sign is None:
                 return
+            known = found or known
             if (found.get("token"), sign) not in signs:
                 signs.add((found.get("token"), sign))
                 changed = time.monotonic()
             if len(signs) > _NUM_SIGNS:
-                raise FolderInUse(f"{os.path.dirname(self._path)} is in use by another build: {_who(found)}")
+                raise FolderInUse(f"{os.path.dirname(self._path)} is in use by another build: {_who(known)}")
             silent = time.monotonic() - changed > self._stale_sec
             here = holder.is_here(found)
             if here and holder.is_alive(found) and silent:  # suspended, not dead: it may go on at any moment
