@@ -8,11 +8,12 @@ FOLDER holds photos; they are copied under distinct keys until there are --image
 resize with the same functions and take turns, --repeats times, each on a disk that has nothing left to write and after
 a pause: a virtual machine gives freed memory back to its host, and who starts at once would get it cheaper. The pool is
 what one would write without this project: each task decodes the photos of a shard, resizes them and writes Parquet
-files with the same settings, but no checksums, quarantine or means to go on after a kill. `pool` ends a task with fsync
-of its files, as the build does, so that both leave the same bytes on the disk; `pool_cached` leaves them in memory,
-where they are deleted before they reach the disk. images_per_sec sets start-up and commit apart: it is the slope
-between a set of a few images and the whole one, for Ray as for the pools; images_per_sec_all_in does not. `cpu_ms` is
-CPU time an image of everything that runs, the kernel's writing too: nothing else should.
+files with the same settings, but no checksums, quarantine or means to go on after a kill; its tasks are smaller
+(--pool-rows), as the fresh memory of large ones slows it. `pool` ends a task with fsync of its files, as the build
+does, so that both leave the same bytes on the disk; `pool_cached` leaves them in memory, where they are deleted before
+they reach the disk. images_per_sec sets start-up and commit apart: it is the slope between a set of a few images and
+the whole one, for Ray as for the pools; images_per_sec_all_in does not. `cpu_ms` is CPU time an image of everything
+that runs, the kernel's writing too: nothing else should.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ def main() -> None:
     parser.add_argument("--raw", type=Path, required=True, help="folder of photos")
     parser.add_argument("--images", type=int, default=8_000)
     parser.add_argument("--rows-per-shard", type=int, default=2_000)
+    parser.add_argument(
+        "--pool-rows", type=int, default=500, help="of a pool's task, which keeps all it decodes in memory"
+    )
     parser.add_argument("--cores", type=int, default=2, help="the processes are bound to so many")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path, help="folder for the JSON")
@@ -116,7 +120,7 @@ def measure_build(arguments: argparse.Namespace, place: Path) -> dict:
             build(config, out=str(place / "set"), progress=lambda *_: None, num_cpus_per_task=1)
 
         def pool_job(name: str, function: Callable) -> None:
-            paths, rows = [str(place / name / n) for n in names[name]], sets[name][1]
+            paths, rows = [str(place / name / n) for n in names[name]], min(arguments.pool_rows, sets[name][1])
             pool.map(function, [paths[i : i + rows] for i in range(0, len(paths), rows)], chunksize=1)
 
         jobs = {
@@ -149,6 +153,7 @@ def measure_build(arguments: argparse.Namespace, place: Path) -> dict:
     return {
         "images": arguments.images,
         "rows_per_shard": arguments.rows_per_shard,
+        "rows_per_pool_task": min(arguments.pool_rows, arguments.rows_per_shard),
         "resolutions": RESOLUTIONS,
         "bits": BITS,
         "bytes_per_image": {
