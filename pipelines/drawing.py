@@ -28,7 +28,7 @@ from pipelines.storage import Store, open_store
 from pipelines.trained import load_stage_configs, load_stages
 from spn.model import SPN, SPNConfig
 from spn.ordering import image_to_slices
-from spn.sampling import rows_to_sample, sample_chain
+from spn.sampling import Decode, rows_to_sample, sample_chain
 
 if TYPE_CHECKING:
     from pipelines.experiment import ResourcesConfig
@@ -59,6 +59,7 @@ class Job:
     out: str  # folder of the images
     num_chunks: int
     use: str | None = None  # of `given`: size_upscale, depth_upscale, complete; None: nothing is given
+    precision: str = "float32"  # of the networks on a GPU
     num_given: int = 0  # complete: slices in subscale order, or rows of a baseline
 
 
@@ -124,6 +125,7 @@ class DrawingWorker:
     def __init__(self, job: Job, progress: Reporter, total: int, *, device: str) -> None:
         torch.set_num_threads(1)  # sums are the same whatever CPUs the worker was given
         self.job, self.progress, self.total, self.device = job, progress, total, device
+        self.decoders: dict[Any, Decode] = {}  # of chunks of one size
 
     @functools.cached_property
     def models(self) -> dict[str, SPN]:
@@ -150,6 +152,8 @@ class DrawingWorker:
             images=chunk.seeds,
             temperature=job.temperature,
             top_p=job.top_p,
+            precision=job.precision,
+            decoders=self.decoders,
             **self._start(chunk),
             on_row=on_row,
         )

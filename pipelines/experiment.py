@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from data_prep.config import DataConfig
 from pipelines.errors import UserError
 from spn.model import STAGES, DecoderConfig, EmbedderConfig, SPNConfig
+from spn.sampling import PRECISIONS
 from spn.training import TrainConfig
 
 SYSTEMS = (  # the paper's: decoder baseline, SPN, size, depth, and full multidimensional upscaling
@@ -60,6 +61,7 @@ class SampleConfig:
     seed: int = 0
     temperature: dict[str, float] = field(default_factory=dict)  # by stage, divides the logits; 1.0 where not named
     top_p: dict[str, float] = field(default_factory=dict)  # by stage, mass of the nucleus drawn from; all if not named
+    precision: str = "bfloat16"  # of the networks on a GPU, or float32; on a CPU they are float32
     # With `images` and sample.py alone: what is made of the user's own images (docs/sampling.md).
     use: str | None = None  # size_upscale, depth_upscale or complete
     num_draws: int = 1  # for each image
@@ -75,6 +77,8 @@ class SampleConfig:
         for stage, value in self.top_p.items():
             if not 0 < value <= 1:
                 raise ValueError(f"top_p.{stage} is {value}; it must be above 0 and at most 1")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision is {self.precision!r}; {nearest(self.precision, PRECISIONS)}")
         if self.use is not None and self.use not in USES:
             raise ValueError(f"use is {self.use!r}; {nearest(self.use, USES)}")
 

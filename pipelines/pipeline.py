@@ -184,6 +184,7 @@ def _tempering(config: ExperimentConfig, stages: list[str]) -> dict[str, Any]:
     return {
         "temperature": {stage: stage_temperature(config, stage) for stage in stages},
         "top_p": {stage: stage_top_p(config, stage) for stage in stages},
+        "precision": config.sample.precision,
     }
 
 

@@ -1,15 +1,18 @@
 """Sampling one slice, one image and a whole chain of stages (paper section 3.4).
 
-The embedder runs once a slice, the decoder once a pixel (decoding.py); `sample_slice_slowly` is the reference. Each
-image's randomness follows from (seed, stage, image index or name) alone.
+The embedder runs once a slice, the decoder once a pixel: in plain torch (decoding.py), on a GPU as fused kernels
+(fused.py). `sample_slice_slowly` is the reference. Each image's randomness follows from (seed, stage, image index or
+name) alone.
 
 B batch, H W image, h w slice, V values.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +39,27 @@ def uniforms(seed: int, *, stage: str, images: Sequence[int | str], image_size: 
     return torch.stack(rows)
 
 
+Decode = Callable[..., Tensor]  # (context, draws, *, on_row): values [B, 3, h, w] of a slice
+PRECISIONS = ("float32", "bfloat16")
+
+
+def slice_decoder(
+    model: SPN, batch: int, *, temperature: float = 1.0, top_p: float | None = None, precision: str = "float32"
+) -> Decode:
+    """What decodes slices of a network in batches of one size: fused kernels on a GPU, plain torch elsewhere.
+
+    precision: of weights and caches on a GPU; elsewhere they are the network's own. Raises ValueError for another one.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
+    if next(model.parameters()).device.type != "cuda":
+        return functools.partial(decode_slice, prepare(model))
+    from spn.fused import FusedDecoder  # Triton comes with the builds of torch for GPUs only
+
+    dtype = getattr(torch, precision)
+    return FusedDecoder(model, batch, dtype=dtype, temperature=temperature, top_p=top_p)
+
+
 @torch.no_grad()
 def sample_stage(
     model: SPN,
@@ -46,6 +70,8 @@ def sample_stage(
     rows: Tensor | None = None,
     temperature: float = 1.0,
     top_p: float | None = None,
+    precision: str = "float32",
+    decoders: dict[Any, Decode] | None = None,
     on_row: Callable[[], None] | None = None,
 ) -> Tensor:
     """Sample what one stage generates: an image [B, 3, H, W], or for a first_slice stage one slice [B, 3, h, w].
@@ -53,11 +79,17 @@ def sample_stage(
     uniform [B, 3, H, W]: `uniforms`, one number for each value of the image. given [B, 3, H, W]: more significant
     bits, for depth upscaling. slices [B, k, 3, h, w]: the first k slices in subscale order, kept as they are; rows
     [B, 3, k, w]: the first k rows of the first slice that is drawn, kept as they are. Both are prefixes of the order of
-    generation, so what is drawn after them follows the model's exact conditional. `on_row` is called after each row of
-    pixels of each slice. Raises ValueError for a temperature or top_p out of range.
+    generation, so what is drawn after them follows the model's exact conditional. precision: see `slice_decoder`;
+    decoders: a dictionary that a caller who draws batch after batch keeps, since a GPU's are recorded at their first
+    use. `on_row` is called after each row of pixels of each slice. Raises ValueError for a temperature, top_p or
+    precision out of range.
     """
     assert not model.training, "dropout would draw from another network than the one at hand"
-    config, weights, batch = model.config, prepare(model), len(uniform)
+    config, batch = model.config, len(uniform)
+    decoders, key = {} if decoders is None else decoders, (model, batch, temperature, top_p, precision)
+    if key not in decoders:
+        decoders[key] = slice_decoder(model, batch, temperature=temperature, top_p=top_p, precision=precision)
+    on_gpu = uniform.device.type == "cuda"
     numbers = image_to_slices(uniform, config.scaling_factor)
     size, num_known = config.slice_size, 0 if slices is None else slices.shape[1]
     known = torch.zeros((batch, config.num_slices, 3, size, size), dtype=torch.long, device=uniform.device)
@@ -66,10 +98,11 @@ def sample_stage(
     todo = range(1) if config.stage == "first_slice" else range(num_known, config.num_slices)
     for number in todo:
         index = torch.full((batch,), number, device=uniform.device)
-        context = model.context(slices_to_image(known, config.scaling_factor), index, given)
+        with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu and precision == "bfloat16"):
+            context = model.context(slices_to_image(known, config.scaling_factor), index, given)
         kept = rows if number == num_known else None
         draws = Draws(numbers[:, number], temperature=temperature, top_p=top_p, known=kept)
-        known[:, number] = decode_slice(weights, context, draws, on_row=on_row)
+        known[:, number] = decoders[key](context, draws, on_row=on_row)
     if config.stage == "first_slice":
         return known[:, 0]
     return slices_to_image(known, config.scaling_factor)
@@ -99,6 +132,8 @@ def sample_chain(
     slices: Tensor | None = None,
     rows: Tensor | None = None,
     image: Tensor | None = None,
+    precision: str = "float32",
+    decoders: dict[Any, Decode] | None = None,
     on_row: Callable[[], None] | None = None,
 ) -> dict[str, Tensor]:
     """Sample images through all stages in order: {stage: what is known after it}.
@@ -106,7 +141,8 @@ def sample_chain(
     first_slice gives [B, 3, h, w] of d1 bits, size_upscale (or baseline) [B, 3, H, W] of d1 bits, each depth_upscale
     the image at its depth. models are in the order of generation; images are what seeds each image's draws. A chain may
     start later, from values that are kept: `slices` [B, k, 3, h, w] or `rows` [B, 3, k, W] for a size_upscale or
-    baseline that comes first (see `sample_stage`), `image` [B, 3, H, W] for a depth_upscale that comes first.
+    baseline that comes first (see `sample_stage`, also for precision and decoders), `image` [B, 3, H, W] for a
+    depth_upscale that comes first.
     """
     known: dict[str, Tensor] = {}
     for stage, model in models.items():
@@ -120,6 +156,8 @@ def sample_chain(
             rows=rows if config.stage == "baseline" else None,
             temperature=(temperature or {}).get(stage, 1.0),
             top_p=(top_p or {}).get(stage),
+            precision=precision,
+            decoders=decoders,
             on_row=on_row,
         )
         if config.stage == "first_slice":

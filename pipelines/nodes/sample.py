@@ -15,7 +15,7 @@ NUM_SHOWN = 64  # images in the grids
 
 
 def run(context: NodeContext) -> NodeResult:
-    """config: stages (in chain order), num_images, batch_size, seed, temperature, top_p {stage: value}.
+    """config: stages (in chain order), num_images, batch_size, seed, precision, temperature, top_p {stage: value}.
 
     options: resources.
     """
@@ -29,6 +29,7 @@ def run(context: NodeContext) -> NodeResult:
         seed=config["seed"],
         temperature=config["temperature"],
         top_p=config["top_p"],
+        precision=config["precision"],
         out=store.uri,
         num_chunks=len(chunks),
     )

@@ -22,7 +22,8 @@ NUM_SHOWN = 16  # images in the grid, with all their draws
 
 
 def run(context: NodeContext) -> NodeResult:
-    """config: use, num_given, given_bits, stages (to be run), num_draws, batch_size, seed, temperature, top_p.
+    """config: use, num_given, given_bits, stages (to be run), num_draws, batch_size, seed, precision, temperature,
+    top_p.
 
     options: resources, images (OwnImages). Draws depend on the seed, an image's values and the number of the draw, not
     on what else is given beside it.
@@ -40,6 +41,7 @@ def run(context: NodeContext) -> NodeResult:
         seed=config["seed"],
         temperature=config["temperature"],
         top_p=config["top_p"],
+        precision=config["precision"],
         out=store.uri,
         num_chunks=len(chunks),
         use=config["use"],

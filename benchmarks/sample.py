@@ -1,0 +1,149 @@
+"""Sampling speed of a whole chain on this machine's GPU, with networks of a preset's size and random weights.
+
+    python benchmarks/sample.py --config imagenet32 --batch 1 16 64 256 --out benchmarks/results/sample
+    python benchmarks/sample.py --config celebahq256 --batch 64 --out benchmarks/results/sample
+
+Every stage is drawn as the pipeline draws it (spn/sampling.py), embedder and all. Preparing (packing weights,
+compiling, recording graphs), once for a batch size, is apart: `setup_sec`. With --slices only the last so many slices
+of a stage are drawn and its time is scaled to all of them, since each slice is the same work: `measured_steps` of
+`pixel_steps`.
+
+floor_sec is the time in which memory could deliver what every pixel step has to read: the decoder's weights, and keys
+and values of the pixels before, for each image (bandwidth: the card's data sheet).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from pipelines.config import load, stage_model_config
+from pipelines.experiment import ExperimentConfig, stage_names
+from spn.model import SPN, SPNConfig
+from spn.sampling import PRECISIONS, sample_stage, uniforms
+
+BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s, data sheet
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--batch", type=int, nargs="+", required=True, help="images drawn at once")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bfloat16")
+    parser.add_argument("--slices", type=int, help="slices measured of each stage; all of them if not given")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, help="folder for the JSON")
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_intermixed_args()
+    config = load(arguments.config, arguments.overrides)
+    for batch in arguments.batch:
+        result = measure(
+            config, batch=batch, precision=arguments.precision, slices=arguments.slices, device=arguments.device
+        )
+        print(json.dumps(result), flush=True)
+        if arguments.out:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            name = f"{config.name}-b{batch}-{arguments.precision}.json"
+            (arguments.out / name).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measure(config: ExperimentConfig, *, batch: int, precision: str, slices: int | None, device: str) -> dict[str, Any]:
+    """Times each stage of the chain, one after the other: a network's caches are freed before the next one's."""
+    on_gpu = device == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    stages, setup = {}, 0.0
+    for stage in stage_names(config):
+        network = stage_model_config(config, stage)
+        stages[stage] = measure_stage(network, batch=batch, precision=precision, slices=slices, device=device)
+        setup += stages[stage].pop("setup_sec")
+    seconds = sum(stage["sec"] for stage in stages.values())
+    steps = sum(stage["pixel_steps"] for stage in stages.values())
+    floors = [stage["floor_sec"] for stage in stages.values()]
+    floor = None if None in floors else sum(floors)
+    return {
+        "config": config.name,
+        "card": torch.cuda.get_device_name() if on_gpu else device,
+        "torch": torch.__version__,
+        "precision": precision,
+        "batch": batch,
+        "sec_a_batch": seconds,
+        "sec_an_image": seconds / batch,
+        "images_per_sec": batch / seconds,
+        "pixel_steps": steps,
+        "measured_steps": sum(stage["measured_steps"] for stage in stages.values()),
+        "ms_a_pixel_step": 1e3 * seconds / steps,
+        "floor_sec": floor,
+        "ratio_to_floor": floor and seconds / floor,
+        "setup_sec": setup,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        "stages": stages,
+    }
+
+
+def measure_stage(network: SPNConfig, *, batch: int, precision: str, slices: int | None, device: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    on_gpu = device == "cuda"
+    model = SPN(network).to(device).eval()
+    size, number = network.image_size, network.num_slices
+    uniform = uniforms(0, stage=network.stage, images=range(batch), image_size=size).to(device)
+    given = None
+    if network.num_given_bits:
+        given = torch.randint(2**network.num_given_bits, (batch, 3, size, size), device=device)
+    drawn, most = (1, 1) if network.stage == "first_slice" else (min(slices or number, number), number)
+    decoders: dict[Any, Any] = {}
+
+    def draw(num_slices: int) -> float:
+        side = network.slice_size
+        known = torch.randint(network.num_values, (batch, number - num_slices, 3, side, side), device=device)
+        _wait(device)
+        began = time.perf_counter()
+        kept = None if network.stage == "first_slice" else known
+        sample_stage(model, uniform, given=given, slices=kept, precision=precision, decoders=decoders)
+        _wait(device)
+        return time.perf_counter() - began
+
+    first = draw(1)  # prepares
+    one = draw(1)
+    seconds = draw(drawn) * most / drawn
+    steps = network.slice_size**2
+    return {
+        "decoder_parameters": sum(p.numel() for p in model.decoder.parameters()),
+        "sec": seconds,
+        "setup_sec": first - one,
+        "pixel_steps": steps * most,
+        "measured_steps": steps * drawn,
+        "floor_sec": floor_seconds(network, batch, precision, torch.cuda.get_device_name()) if on_gpu else None,
+    }
+
+
+def floor_seconds(network: SPNConfig, batch: int, precision: str, card: str) -> float | None:
+    """Seconds in which memory delivers all that one stage has to read; None for a card that is not known."""
+    bandwidth = next((value for name, value in BANDWIDTH.items() if name in card), None)
+    if bandwidth is None:
+        return None
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in SPN(network).decoder.parameters())
+    own, positions = network.decoder, network.slice_size**2
+    cached = 2 * own.num_attn_layers * own.num_attn_heads * own.attn_head_dim * positions / 2  # on average
+    width = 2 if precision == "bfloat16" else 4
+    slices = 1 if network.stage == "first_slice" else network.num_slices
+    return slices * positions * width * (weights + batch * cached) / bandwidth
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,462 @@
+"""Triton kernels of the fused sampler (fused.py): small products, each with what surrounds it, and the draw of a value.
+
+Sums are float32; weights, caches and what only products read are of one type, float32 or bfloat16.
+Weights lie as [out, in], so that a tile is read along its contiguous axis. B batch, T positions of a slice.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LAYER_NORM: tl.constexpr = tl.constexpr(1)
+RMS_NORM: tl.constexpr = tl.constexpr(2)
+TANH_SIGMOID: tl.constexpr = tl.constexpr(1)
+SILU: tl.constexpr = tl.constexpr(2)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _tanh(x):
+    return 2.0 * _sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def _norm_scale(total, squares, count, eps, NORM: tl.constexpr):
+    """What a normed row is multiplied with; the mean is taken out by the weights (fused.py, `_after_layer_norm`)."""
+    mean = total / count
+    variance = squares / count - mean * mean if NORM == LAYER_NORM else squares / count
+    return tl.rsqrt(variance + eps)
+
+
+@triton.jit
+def _wait(PDL: tl.constexpr):
+    """Lets the next kernel start its launch, then waits for the one before (programmatic dependent launch)."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def _multiply(
+    x, row_at, is_row, weight, column_at, is_column, length, acc, squares, total,
+    SUMS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """acc [M, N] += x W^T over `length` inputs; squares and total [M]: sums of x^2 and x.
+
+    Where tiles are small, each of SPLIT warps has a part of the inputs: one chain of products would be the delay.
+    """
+    if SPLIT == 1:
+        for start in range(0, length, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            is_k = k < length
+            a = tl.load(x + row_at[:, None] + k[None, :], mask=is_row[:, None] & is_k[None, :], other=0.0)
+            w = tl.load(weight + column_at[:, None] + k[None, :], mask=is_column[:, None] & is_k[None, :], other=0.0)
+            if SUMS:
+                wide = a.to(tl.float32)
+                squares += tl.sum(wide * wide, axis=1)
+                total += tl.sum(wide, axis=1)
+            acc = tl.dot(a.to(w.dtype), tl.trans(w), acc, input_precision="ieee")
+    else:
+        inner = tl.arange(0, SPLIT)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        parts = tl.zeros([SPLIT, acc.shape[0], acc.shape[1]], tl.float32)
+        part_squares = tl.zeros([SPLIT, acc.shape[0]], tl.float32)
+        part_total = tl.zeros([SPLIT, acc.shape[0]], tl.float32)
+        for start in range(0, length, SPLIT * BLOCK_K):
+            k = start + inner
+            is_k = k < length
+            a = tl.load(
+                x + row_at[None, :, None] + k[:, None, :], mask=is_row[None, :, None] & is_k[:, None, :], other=0.0
+            )
+            w = tl.load(
+                weight + column_at[None, :, None] + k[:, None, :],
+                mask=is_column[None, :, None] & is_k[:, None, :],
+                other=0.0,
+            )
+            if SUMS:
+                wide = a.to(tl.float32)
+                part_squares += tl.sum(wide * wide, axis=2)
+                part_total += tl.sum(wide, axis=2)
+            parts = tl.dot(a.to(w.dtype), tl.permute(w, (0, 2, 1)), parts, input_precision="ieee")
+        acc += tl.sum(parts, axis=0)
+        squares += tl.sum(part_squares, axis=0)
+        total += tl.sum(part_total, axis=0)
+    return acc, squares, total
+
+
+@triton.jit
+def product(
+    x, x_stride, x_segment, weight, weight_stride, weight_segment, bias, base, base_stride, out, out_stride, copy,
+    batch, n, length, count_0, count_1, count_2, eps,
+    SEGMENTS: tl.constexpr, NORM: tl.constexpr, RELU: tl.constexpr, GATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_COPY: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out [B, n] = base + norm(x) W^T + bias, then ReLU; or, gated, one half of that squashed by the other.
+
+    x and W are read in SEGMENTS pieces of `length`, each normed by itself (RGB groups of recipe modern). A gate's tile
+    has BLOCK_N / 2 columns of either half. copy: the same in the type that the next product reads.
+    """
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    lane = tl.arange(0, BLOCK_N)
+    if GATE != 0:
+        place = tl.program_id(1) * (BLOCK_N // 2) + lane % (BLOCK_N // 2)
+        columns = place + n * (lane // (BLOCK_N // 2))
+    else:
+        place = tl.program_id(1) * BLOCK_N + lane
+        columns = place
+    is_row, is_column = rows < batch, place < n
+    rows_64, columns_64 = rows.to(tl.int64), columns.to(tl.int64)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    _wait(PDL)
+    for segment in tl.static_range(SEGMENTS):
+        part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        squares = tl.zeros([BLOCK_M], tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        part, squares, total = _multiply(
+            x + segment * x_segment, rows_64 * x_stride, is_row,
+            weight + segment * weight_segment, columns_64 * weight_stride, is_column,
+            length, part, squares, total, NORM != 0, SPLIT, BLOCK_K,
+        )  # fmt: skip
+        if NORM != 0:
+            count = count_0
+            if segment == 1:
+                count = count_1
+            if segment == 2:
+                count = count_2
+            scale = _norm_scale(total, squares, count, eps, NORM)
+            part *= scale[:, None]
+        acc += part
+    if HAS_BIAS:
+        acc += tl.load(bias + columns, mask=is_column, other=0.0)[None, :]
+    if HAS_BASE:
+        at = rows_64[:, None] * base_stride + columns[None, :]
+        acc += tl.load(base + at, mask=is_row[:, None] & is_column[None, :], other=0.0).to(tl.float32)
+    if RELU:
+        acc = tl.maximum(acc, 0.0)
+    if GATE != 0:
+        halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+        first, second = tl.split(halves)
+        acc = _tanh(first) * _sigmoid(second) if GATE == TANH_SIGMOID else first * _sigmoid(first) * second
+        place = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    here = is_row[:, None] & (place < n)[None, :]
+    at = rows_64[:, None] * out_stride + place[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=here)
+    if HAS_COPY:
+        tl.store(copy + at, acc.to(copy.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def stacked(
+    x, x_stride, x_segment, x_stack, weight, weight_stride, weight_segment, weight_stack, bias, bias_stack,
+    out, out_stride, out_stack, batch, n, length, length_step,
+    SEGMENTS: tl.constexpr, HAS_BIAS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Many products at once, z = 0, 1, …: out_z (+)= x_z W_z^T + bias_z, over `length + z * length_step` inputs."""
+    z = tl.program_id(2)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = rows < batch, columns < n
+    rows_64, columns_64 = rows.to(tl.int64), columns.to(tl.int64)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    unused = tl.zeros([BLOCK_M], tl.float32)
+    _wait(PDL)
+    for segment in tl.static_range(SEGMENTS):
+        acc, _, _ = _multiply(
+            x + z * x_stack + segment * x_segment, rows_64 * x_stride, is_row,
+            weight + z.to(tl.int64) * weight_stack + segment * weight_segment, columns_64 * weight_stride, is_column,
+            length + z * length_step, acc, unused, unused, False, SPLIT, BLOCK_K,
+        )  # fmt: skip
+    if HAS_BIAS:
+        acc += tl.load(bias + z * bias_stack + columns, mask=is_column, other=0.0)[None, :]
+    here = is_row[:, None] & is_column[None, :]
+    at = out + rows_64[:, None] * out_stride + z * out_stack + columns[None, :]
+    if ADD:
+        acc += tl.load(at, mask=here, other=0.0).to(tl.float32)
+    tl.store(at, acc.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def begin_pixel(
+    previous, weight, bias, timing, window, stem, out, copy, row, column, slice_width,
+    batch, width, units, window_stride, window_row, window_row_length, stem_rows,
+    TIMING: tl.constexpr, STEM: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Input of the attention layers [B, D] at one pixel: the pixel before it, its position or its surroundings."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = rows < batch, columns < width
+    rows_64 = rows.to(tl.int64)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    unused = tl.zeros([BLOCK_M], tl.float32)
+    _wait(PDL)
+    at_row = tl.load(row)
+    acc, _, _ = _multiply(
+        previous, rows * units, is_row, weight, columns * units, is_column, units,
+        acc, unused, unused, False, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    if STEM:
+        for r in range(stem_rows):
+            acc, _, _ = _multiply(
+                window + (at_row + r) * window_row + column * units, rows_64 * window_stride, is_row,
+                stem + r * window_row_length, columns * window_row_length * stem_rows, is_column, window_row_length,
+                acc, unused, unused, False, SPLIT, BLOCK_K,
+            )  # fmt: skip
+    acc += tl.load(bias + columns, mask=is_column, other=0.0)[None, :]
+    if TIMING:
+        position = at_row * slice_width + column
+        acc += tl.load(timing + position * width + columns, mask=is_column, other=0.0)[None, :]
+    at, here = rows_64[:, None] * width + columns[None, :], is_row[:, None] & is_column[None, :]
+    tl.store(out + at, acc, mask=here)
+    tl.store(copy + at, acc.to(copy.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _is_last(counter, PARTS: tl.constexpr):
+    """True in the program that is the last of PARTS to arrive; it then sees what the others wrote."""
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+    tl.debug_barrier()
+    if arrived == PARTS - 1:
+        tl.atomic_xchg(counter, 0)
+    return arrived == PARTS - 1
+
+
+@triton.jit
+def attend(
+    qkv, keys, values, turns, out, parts, counters, row, column, slice_width, heads, head_dim, length, scale, eps,
+    ROTARY: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Causal attention of one position; its key and value enter the cache.
+
+    A program has one head of one image, or one of PARTS of its earlier positions: the last to end adds up. Every lane
+    of BLOCK_T keeps a running softmax of its own, so that lanes meet only once, at the end.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    head = pid % heads
+    _wait(PDL)
+    position = tl.load(row) * slice_width + column
+    width = heads * head_dim
+    d = tl.arange(0, BLOCK_D)
+    is_d = d < head_dim
+    at = qkv + (pid // heads) * 3 * width + head * head_dim
+    q = tl.load(at + d, mask=is_d, other=0.0)
+    k = tl.load(at + width + d, mask=is_d, other=0.0)
+    v = tl.load(at + 2 * width + d, mask=is_d, other=0.0)
+    if ROTARY:
+        half = head_dim // 2
+        other, pair = (d + half) % head_dim, d % half
+        cos = tl.load(turns + position * half + pair, mask=is_d, other=0.0)
+        sin = tl.load(turns + (length + position) * half + pair, mask=is_d, other=0.0)
+        sin = tl.where(d < half, -sin, sin)
+        q_scale = tl.rsqrt(tl.sum(q * q) / head_dim + eps)
+        k_scale = tl.rsqrt(tl.sum(k * k) / head_dim + eps)
+        q = (q * cos + tl.load(at + other, mask=is_d, other=0.0) * sin) * q_scale
+        k = (k * cos + tl.load(at + width + other, mask=is_d, other=0.0) * sin) * k_scale
+    k, v = k.to(keys.dtype.element_ty), v.to(values.dtype.element_ty)
+    keys += pid * length * head_dim
+    values += pid * length * head_dim
+    if part == 0:
+        tl.store(keys + position * head_dim + d, k, mask=is_d)
+        tl.store(values + position * head_dim + d, v, mask=is_d)
+    q *= scale
+    own = tl.sum(q * k.to(tl.float32))
+    best = tl.full([BLOCK_T], -1e30, tl.float32)
+    mass = tl.zeros([BLOCK_T], tl.float32)
+    acc = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    share = tl.cdiv(tl.cdiv(position, PARTS), BLOCK_T) * BLOCK_T
+    end = tl.minimum(position, (part + 1) * share)
+    for start in tl.range(part * share, end, BLOCK_T, num_stages=STAGES):
+        t = start + tl.arange(0, BLOCK_T)
+        is_t = t < end
+        offset = t[:, None] * head_dim + d[None, :]
+        k_t = tl.load(keys + offset, mask=is_t[:, None] & is_d[None, :], other=0.0).to(tl.float32)
+        v_t = tl.load(values + offset, mask=is_t[:, None] & is_d[None, :], other=0.0).to(tl.float32)
+        s = tl.where(is_t, tl.sum(k_t * q[None, :], axis=1), -1e30)
+        new = tl.maximum(best, s)
+        fade = tl.exp(best - new)
+        p = tl.where(is_t, tl.exp(s - new), 0.0)
+        mass = mass * fade + p
+        acc = acc * fade[:, None] + p[:, None] * v_t
+        best = new
+    top = tl.max(best, axis=0)
+    if part == 0:
+        top = tl.maximum(top, own)
+    lane = tl.exp(best - top)
+    total = tl.sum(mass * lane, axis=0)
+    y = tl.sum(acc * lane[:, None], axis=0)
+    if part == 0:
+        own = tl.exp(own - top)
+        total += own
+        y += v.to(tl.float32) * own
+    to = out + (pid // heads) * width + head * head_dim + d
+    if PARTS == 1:
+        tl.store(to, (y / total).to(out.dtype.element_ty), mask=is_d)
+    else:
+        step = BLOCK_D + 2  # of each part: weighted values, largest score, mass
+        at = parts + (pid * PARTS + part) * step
+        tl.store(at + d, y)
+        tl.store(at + BLOCK_D, top)
+        tl.store(at + BLOCK_D + 1, total)
+        if _is_last(counters + pid, PARTS):
+            y = tl.zeros([BLOCK_D], tl.float32)
+            total = tl.sum(y, axis=0)
+            top = total - 1e30
+            for i in range(PARTS):
+                at = parts + (pid * PARTS + i) * step
+                other_top = tl.load(at + BLOCK_D, cache_modifier=".cg")
+                new = tl.maximum(top, other_top)
+                fade, weight = tl.exp(top - new), tl.exp(other_top - new)
+                y = y * fade + tl.load(at + d, cache_modifier=".cg") * weight
+                total = total * fade + tl.load(at + BLOCK_D + 1, cache_modifier=".cg") * weight
+                top = new
+            tl.store(to, (y / total).to(out.dtype.element_ty), mask=is_d)
+
+
+@triton.jit
+def remember(
+    query, keys, values, out, parts, counters, batch, heads, head_dim, num_rows,
+    PDL: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Parameter attention: softmax over learned rows, keys and values [heads, rows, d]; query and out [B, D].
+
+    A program has BLOCK_M images, one head and one of PARTS of the rows: the last to end adds up.
+    """
+    tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    is_row, is_d = rows < batch, d < head_dim
+    at = rows[:, None] * heads * head_dim + head * head_dim + d[None, :]
+    here = is_row[:, None] & is_d[None, :]
+    keys += head * num_rows * head_dim
+    values += head * num_rows * head_dim
+    share = tl.cdiv(tl.cdiv(num_rows, PARTS), BLOCK_R) * BLOCK_R
+    end = tl.minimum(num_rows, (part + 1) * share)
+    best = tl.full([BLOCK_M], -1e30, tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    _wait(PDL)
+    q = tl.load(query + at, mask=here, other=0.0)
+    for start in range(part * share, end, BLOCK_R):
+        r = start + tl.arange(0, BLOCK_R)
+        is_r = r < end
+        offset = r[:, None] * head_dim + d[None, :]
+        k = tl.load(keys + offset, mask=is_r[:, None] & is_d[None, :], other=0.0)
+        v = tl.load(values + offset, mask=is_r[:, None] & is_d[None, :], other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        s = tl.where(is_r[None, :], s, -1e30)
+        new = tl.maximum(best, tl.max(s, axis=1))
+        fade = tl.exp(best - new)
+        p = tl.where(is_r[None, :], tl.exp(s - new[:, None]), 0.0)
+        mass = mass * fade + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+        best = new
+    if PARTS == 1:
+        tl.store(out + at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=here)
+    else:
+        m = tl.arange(0, BLOCK_M)
+        group = tile * heads + head
+        step = BLOCK_M * (BLOCK_D + 2)  # of each part: weighted values, largest scores, masses
+        to = parts + (group * PARTS + part) * step
+        tl.store(to + m[:, None] * BLOCK_D + d[None, :], acc)
+        tl.store(to + BLOCK_M * BLOCK_D + m, best)
+        tl.store(to + BLOCK_M * (BLOCK_D + 1) + m, mass)
+        if _is_last(counters + group, PARTS):
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            mass = tl.zeros([BLOCK_M], tl.float32)
+            best = tl.full([BLOCK_M], -1e30, tl.float32)
+            for i in range(PARTS):
+                to = parts + (group * PARTS + i) * step
+                other = tl.load(to + BLOCK_M * BLOCK_D + m, cache_modifier=".cg")
+                new = tl.maximum(best, other)
+                fade, weight = tl.exp(best - new), tl.exp(other - new)
+                more = tl.load(to + m[:, None] * BLOCK_D + d[None, :], cache_modifier=".cg")
+                acc = acc * fade[:, None] + more * weight[:, None]
+                mass = mass * fade + tl.load(to + BLOCK_M * (BLOCK_D + 1) + m, cache_modifier=".cg") * weight
+                best = new
+            tl.store(out + at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def gates(
+    x, weight, pixel, pixel_stride, left, above, above_stride, out, batch, width, inputs, gate, eps,
+    NORM: tl.constexpr, HAS_LEFT: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Every layer's gate but for the pixel itself [B, L, gate]: attention, the pixel to the left, what is above."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    layer, num_layers = tl.program_id(2), tl.num_programs(2)
+    is_row, is_column = rows < batch, columns < gate
+    rows_64, number = rows.to(tl.int64), (layer * gate + columns).to(tl.int64)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    squares = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    _wait(PDL)
+    acc, squares, total = _multiply(
+        x, rows_64 * width, is_row, weight, number * width, is_column, width,
+        acc, squares, total, True, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    acc *= _norm_scale(total, squares, width, eps, NORM)[:, None]
+    if HAS_LEFT:
+        acc, _, _ = _multiply(
+            pixel + layer * inputs, rows_64 * pixel_stride, is_row, left, number * inputs, is_column, inputs,
+            acc, squares, total, False, SPLIT, BLOCK_K,
+        )  # fmt: skip
+    here = is_row[:, None] & is_column[None, :]
+    acc += tl.load(above + rows_64[:, None] * above_stride + number[None, :], mask=here, other=0.0)
+    tl.store(out + rows_64[:, None] * num_layers * gate + number[None, :], acc, mask=here)
+
+
+@triton.jit
+def draw(
+    logits, uniform, known, known_rows, table, target, pixel, pixel_stride, previous, window, record,
+    row, column, height, slice_width, channel, num_values, units, temperature,
+    window_stride, window_row, stem_rows, stem_side,
+    STEM: tl.constexpr, CHOSEN: tl.constexpr, RECORD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_UNITS: tl.constexpr,
+):  # fmt: skip
+    """Chooses one value of each image as `draws.pick` does, in float64, and writes it and its embedding.
+
+    CHOSEN: `logits` holds values that were chosen elsewhere. Known rows are taken as they are.
+    """
+    image = tl.program_id(0).to(tl.int64)
+    _wait(PDL)
+    at_row = tl.load(row)
+    place = ((image * 3 + channel) * height + at_row) * slice_width + column
+    if CHOSEN:
+        value = tl.load(logits + image).to(tl.int32)
+    else:
+        v = tl.arange(0, BLOCK_V)
+        is_v = v < num_values
+        x = tl.load(logits + image * num_values + v, mask=is_v, other=float("-inf"))
+        if RECORD:
+            step = height * slice_width
+            at = ((image * 3 + channel) * num_values + v) * step + at_row * slice_width + column
+            tl.store(record + at, x, mask=is_v)
+        x = x.to(tl.float64) / temperature
+        mass = tl.exp(x - tl.max(x, axis=0))
+        mass = mass / tl.sum(mass, axis=0)
+        below = (tl.cumsum(mass, axis=0) <= tl.load(uniform + place)) & is_v
+        value = tl.minimum(tl.sum(below.to(tl.int32), axis=0), num_values - 1)
+    if at_row < tl.load(known_rows):
+        value = tl.load(known + place).to(tl.int32)
+    tl.store(target + place, value.to(tl.int64))
+    u = tl.arange(0, BLOCK_UNITS)
+    is_u = u < units
+    embedded = tl.load(table + (channel * num_values + value) * units + u, mask=is_u, other=0.0).to(tl.float32)
+    tl.store(pixel + image * pixel_stride + u, embedded.to(pixel.dtype.element_ty), mask=is_u)
+    tl.store(previous + (image * 3 + channel) * units + u, embedded.to(previous.dtype.element_ty), mask=is_u)
+    if STEM:
+        at = window + image * window_stride + (at_row + stem_rows - 1) * window_row
+        at += ((column + stem_side) * 3 + channel) * units
+        tl.store(at + u, embedded.to(window.dtype.element_ty), mask=is_u)
