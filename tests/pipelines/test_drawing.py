@@ -21,11 +21,14 @@ import torch
 from PIL import Image
 
 from data_prep.parquet import pixels, schema
+from pipelines import drawing
+from pipelines.config import load
 from pipelines.drawing import Chunk, DrawingWorker, Job, chunks_of, draw, read_chunks
 from pipelines.experiment import ResourcesConfig
 from pipelines.node import NodeContext, NodeOutput
-from pipelines.nodes import sample_images, score_images
+from pipelines.nodes import sample, sample_images, score_images
 from pipelines.own_images import OwnImages
+from pipelines.pipeline import nodes
 from pipelines.progress import Reporter, Update
 from pipelines.storage import open_store
 from pipelines.tracking import RunHandle
@@ -233,22 +236,24 @@ def in_this_process(monkeypatch) -> None:
         for chunk in chunks:
             worker.draw(chunk)
 
+    monkeypatch.setattr(sample, "draw", draw_here)
     monkeypatch.setattr(sample_images, "draw", draw_here)
 
 
-def context(networks, out: Path, own: OwnImages, **config: object) -> NodeContext:
-    even = {"temperature": dict.fromkeys(STAGES, 1.0), "top_p": dict.fromkeys(STAGES)}
-    base = {"use": own.use, "num_given": own.num_given, "given_bits": own.num_bits, "stages": list(own.stages)}
+def context(networks, out: Path, own: OwnImages | None, *settings: str, name: str = "sample_images") -> NodeContext:
+    """Of the node as the pipeline makes it from the configuration debug, so that it has all that the node reads."""
+    settings = ("sample.num_draws=2", "sample.batch_size=3", "sample.seed=1", *settings)
+    (node,) = (node for node in nodes(load("debug", settings), own=own) if node.name == name)
     return NodeContext(
-        node=own.node,
+        node=name,
         fingerprint="f",
         attempt="a",
-        config={**base, "num_draws": 2, "batch_size": 3, "seed": 1, **even, **config},
-        options={"resources": workers(2), "images": own, "num_threads": 1, "device": "cpu"},
+        config=node.config,
+        options=node.options,
         inputs=networks,
         out=str(out),
         run=RunHandle(),
-        progress=Reporter(own.node),
+        progress=Reporter(name),
         fresh=True,
     )
 
@@ -294,8 +299,8 @@ def test_first_rows_are_kept_bit_for_bit_by_a_baseline(tiny_spn, tmp_path, in_th
     trained = {"train_baseline": NodeOutput(str(tmp_path), {"checkpoint": "checkpoint"}, {}, "a")}
     given = np.random.default_rng(0).integers(0, 64, (1, 8, 8, 3), dtype=np.uint8)
     own = OwnImages("sample_images", ("a",), given, 6, ("baseline",), "complete", 3)
-    even = {"temperature": {"baseline": 1.0}, "top_p": {"baseline": None}}
-    sample_images.run(context(trained, tmp_path, own, **even))
+    baseline = ("stages=[baseline]", "bits=[8]", "scaling_factor=1")
+    sample_images.run(context(trained, tmp_path, own, *baseline))
     first, second = draws_of(tmp_path).values()
     assert np.array_equal(first[:3], given[0, :3]) and np.array_equal(second[:3], given[0, :3])
     assert not np.array_equal(first[3:], second[3:]) and not np.array_equal(first[3:], given[0, 3:])
@@ -305,19 +310,43 @@ def test_draws_depend_on_the_image_not_on_its_name_or_its_neighbours(networks, t
     given = np.random.default_rng(0).integers(0, 8, (2, 8, 8, 3), dtype=np.uint8)
     both = OwnImages("sample_images", ("a", "b"), given, 3, ("depth_upscale",), "depth_upscale")
     alone = OwnImages("sample_images", ("other",), given[1:], 3, ("depth_upscale",), "depth_upscale")
-    sample_images.run(context(networks, tmp_path / "both", both, batch_size=1))
-    sample_images.run(context(networks, tmp_path / "alone", alone, batch_size=1, num_draws=3))
+    sample_images.run(context(networks, tmp_path / "both", both, "sample.batch_size=1"))
+    sample_images.run(context(networks, tmp_path / "alone", alone, "sample.batch_size=1", "sample.num_draws=3"))
     pair, single = draws_of(tmp_path / "both"), draws_of(tmp_path / "alone")
     for number in range(2):
         assert np.array_equal(pair[f"b-{number:02d}"], single[f"other-{number:02d}"])
     assert len(single) == 3
 
 
+class Drawn(Exception):
+    """Ends a node where it would draw."""
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["sample", "sample_images"])
+def test_images_are_drawn_at_the_configured_precision(
+    name, precision, networks, tmp_path, in_this_process, monkeypatch
+):
+    asked_for = []
+
+    def seen(*_: object, precision: str, **__: object) -> None:
+        asked_for.append(precision)
+        raise Drawn
+
+    monkeypatch.setattr(drawing, "sample_chain", seen)
+    given = np.zeros((1, 8, 8, 3), np.uint8)
+    own = OwnImages(name, ("a",), given, 3, ("depth_upscale",), "depth_upscale") if name == "sample_images" else None
+    run = {"sample": sample.run, "sample_images": sample_images.run}[name]
+    with pytest.raises(Drawn):
+        run(context(networks, tmp_path, own, f"sample.precision={precision}", name=name))
+    assert asked_for == [precision]
+
+
 def test_scores_are_the_chains_exact_bits_per_dim(networks, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a GPU in sight is none that was asked for
     values = np.random.default_rng(0).integers(0, 64, (5, 8, 8, 3), dtype=np.uint8)
     own = OwnImages("score_images", tuple(f"{n}.png" for n in range(5)), values, 6, tuple(STAGES))
-    result = score_images.run(context(networks, tmp_path, own, batch_size=2))
+    result = score_images.run(context(networks, tmp_path, own, "evaluate.batch_size=2", name="score_images"))
     table = pq.read_table(tmp_path / "own_images/scores.parquet").to_pydict()
     assert list(table) == ["key", *STAGES, "total"] and table["key"] == list(own.keys)
     image = torch.from_numpy(values).permute(0, 3, 1, 2).long() << 2
