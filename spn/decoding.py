@@ -11,6 +11,7 @@ B batch, h w slice, V values, L PixelCNN layers, C conv channels, R residual cha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spn.draws import Draws
-from spn.layers import TransformerLayer, channel_groups
+from spn.layers import TransformerLayer, group_sizes
 from spn.model import SPN, Decoder
 from spn.modern import STEM_COLUMNS, STEM_ROWS, ModernLayer, rms_norm
 
@@ -80,7 +81,7 @@ class DecoderCache:
 
 
 def _ends(num_channels: int) -> tuple[int, ...]:
-    return tuple(torch.bincount(channel_groups(num_channels), minlength=3).cumsum(0).tolist())
+    return tuple(itertools.accumulate(group_sizes(num_channels)))
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from spn import kernels
 from spn.draws import Draws, pick
-from spn.layers import GatedPixelCNNLayer, TransformerLayer, channel_groups
+from spn.layers import GatedPixelCNNLayer, TransformerLayer, group_sizes
 from spn.model import SPN
 from spn.modern import STEM_COLUMNS, STEM_ROWS, ModernLayer
 
@@ -33,18 +33,14 @@ LARGE = 128  # images a batch from which tiles are filled
 BUSY = 100  # tiles that an H100's 132 multiprocessors are busy with
 
 
-def _sizes(num_channels: int) -> list[int]:
-    return torch.bincount(channel_groups(num_channels), minlength=3).tolist()
-
-
 def _padded(num_channels: int) -> int:
     """Channels of one group, padded."""
-    return -(-max(_sizes(num_channels)) // ALIGN) * ALIGN
+    return -(-max(group_sizes(num_channels)) // ALIGN) * ALIGN
 
 
 def _spread(x: Tensor, dim: int, padded: int) -> Tensor:
     """Axis `dim` from channels to three padded groups, filled with zeros."""
-    sizes = _sizes(x.shape[dim])
+    sizes = group_sizes(x.shape[dim])
     shape = list(x.shape)
     shape[dim] = 3 * padded
     out = x.new_zeros(shape)
@@ -59,11 +55,11 @@ def _spread_gate(x: Tensor, padded: int) -> Tensor:
     return torch.stack(halves, dim=1).flatten(0, 2)
 
 
-def _normed(norm: nn.Module, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """W' and b' with W norm(x) + b = (W' x) / deviation(x) + b': W' has the gain, and rows that take out the mean."""
-    bias = torch.zeros_like(weight[:, 0]) if bias is None else bias
+def _normed(norm: nn.Module, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """W' and b with W norm(x) = (W' x) / deviation(x) + b: W' has the gain, and rows that take out the mean."""
+    bias = torch.zeros_like(weight[:, 0])
     if isinstance(norm, nn.LayerNorm):
-        bias = bias + weight @ norm.bias.double()
+        bias = weight @ norm.bias.double()
     weight = weight * norm.weight.double()
     if isinstance(norm, nn.LayerNorm):
         weight = weight - weight.mean(1, keepdim=True)
@@ -120,10 +116,8 @@ class FusedDecoder:
         self.size, self.num_values = config.slice_size, decoder.num_values
         self.num_layers = len(decoder.layers)
         self.conv = _padded(config.decoder.conv_channels)
-        if config.decoder.conv_channels < ALIGN:
-            self.conv = ALIGN
         self.stream = _padded(config.decoder.residual_channels)
-        self.stream_sizes = _sizes(config.decoder.residual_channels)
+        self.stream_sizes = group_sizes(config.decoder.residual_channels)
         self.inputs, self.gate = 3 * self.conv, 6 * self.conv
         self.units = decoder.intensity.table.embedding_dim
         self.heads, self.head_dim = config.decoder.num_attn_heads, config.decoder.attn_head_dim

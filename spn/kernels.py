@@ -28,7 +28,7 @@ def _tanh(x):
 
 @triton.jit
 def _norm_scale(total, squares, count, eps, NORM: tl.constexpr):
-    """What a normed row is multiplied with; the mean is taken out by the weights (fused.py, `_after_layer_norm`)."""
+    """What a normed row is multiplied with; the mean is taken out by the weights (fused.py, `_normed`)."""
     mean = total / count
     variance = squares / count - mean * mean if NORM == LAYER_NORM else squares / count
     return tl.rsqrt(variance + eps)

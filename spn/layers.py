@@ -17,11 +17,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
+def group_sizes(num_channels: int) -> list[int]:
+    """Channels of the R, G and B group: as even as possible, a group may be empty."""
+    return [(num_channels + 2 - g) // 3 for g in range(3)]
+
+
 def channel_groups(num_channels: int) -> Tensor:
-    """[num_channels] colour group (0 R, 1 G, 2 B) of each channel: three contiguous groups as even as possible."""
-    sizes = [(num_channels + 2 - g) // 3 for g in range(3)]
+    """[num_channels] colour group (0 R, 1 G, 2 B) of each channel: three contiguous groups."""
     cpu = torch.device("cpu")  # real numbers even while a network is built on the meta device
-    return torch.repeat_interleave(torch.arange(3, device=cpu), torch.tensor(sizes, device=cpu))
+    return torch.repeat_interleave(torch.arange(3, device=cpu), torch.tensor(group_sizes(num_channels), device=cpu))
 
 
 def rgb_mask(out_groups: Tensor, in_groups: Tensor, *, strict: bool) -> Tensor:

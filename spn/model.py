@@ -23,6 +23,7 @@ from spn.layers import (
     SelfAttention,
     add_product,
     channel_groups,
+    group_sizes,
     run_group,
     run_layer,
 )
@@ -407,7 +408,7 @@ def _smooth_head(decoder: Decoder) -> None:
     """Each group's logits as a cosine series, whose terms are the group's own channels, small and falling."""
     decoder.head.weight.zero_()
     values, first = decoder.num_values, 0
-    for group, size in enumerate(torch.bincount(channel_groups(decoder.head.in_features), minlength=3).tolist()):
+    for group, size in enumerate(group_sizes(decoder.head.in_features)):
         frequencies = range(1, min(values, size + 1))
         rows = cosines(values, frequencies) * HEAD_SCALE / torch.tensor(frequencies)
         decoder.head.weight[group * values : (group + 1) * values, first : first + len(frequencies)] = rows

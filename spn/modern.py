@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spn.layers import channel_groups, run_layer
+from spn.layers import group_sizes, run_layer
 
 STEM_ROWS, STEM_COLUMNS = 4, 7  # what the decoder's stem sees: this row and three above, three columns on either side
 
@@ -26,7 +26,7 @@ class GroupNorm(nn.Module):
 
     def __init__(self, num_channels: int) -> None:
         super().__init__()
-        self.sizes = torch.bincount(channel_groups(num_channels), minlength=3).tolist()
+        self.sizes = group_sizes(num_channels)
         self.gain = nn.Parameter(torch.empty(num_channels))
 
     def forward(self, x: Tensor) -> Tensor:
