@@ -77,10 +77,10 @@ class SampleConfig:
         for stage, value in self.top_p.items():
             if not 0 < value <= 1:
                 raise ValueError(f"top_p.{stage} is {value}; it must be above 0 and at most 1")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision is {self.precision!r}; {nearest(self.precision, PRECISIONS)}")
-        if self.use is not None and self.use not in USES:
-            raise ValueError(f"use is {self.use!r}; {nearest(self.use, USES)}")
+        for name, allowed in (("precision", PRECISIONS), ("use", (None, *USES))):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(filter(None, allowed))}")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from data_prep import known
+from data_prep.config import CROPS, PROFILES, SOURCES, SPLIT_RULES
 from pipelines import config as configs
 from pipelines.config import (
     load,
@@ -22,8 +23,10 @@ from pipelines.config import (
     to_yaml,
 )
 from pipelines.errors import UserError
-from pipelines.experiment import validate
+from pipelines.experiment import USES, validate
 from pipelines.pipeline import nodes
+from spn import sampling, training
+from spn.model import RECIPES
 
 FULL_CHAIN = ["first_slice", "size_upscale", "depth_upscale"]
 
@@ -419,6 +422,29 @@ MISTAKES = {
 @pytest.mark.parametrize(("overrides", "message"), MISTAKES.items(), ids=[" ".join(key) for key in MISTAKES])
 def test_mistake_on_the_command_line_is_one_line_with_its_place(overrides: tuple[str, ...], message: str) -> None:
     assert error_of("debug", *overrides) == f"{message} (on the command line: {overrides[-1]})"
+
+
+CHOICES = {
+    "data.source": SOURCES,
+    "data.crop": CROPS,
+    "data.profile": tuple(PROFILES),
+    "data.split": SPLIT_RULES,
+    "model.decoder.recipe": RECIPES,
+    "model.embedder.recipe": RECIPES,
+    "train.optimizer": training.OPTIMIZERS,
+    "train.schedule": training.SCHEDULES,
+    "train.slices": training.SLICES,
+    "train.precision": training.PRECISIONS,
+    "sample.precision": sampling.PRECISIONS,
+    "sample.use": USES,
+}
+
+
+@pytest.mark.parametrize(("key", "allowed"), CHOICES.items(), ids=CHOICES)
+def test_a_setting_with_few_choices_names_them_all(key: str, allowed: tuple[str, ...]) -> None:
+    """However close the value is to one of them: names of files, keys, nodes and stages alone get the nearest."""
+    wrong = allowed[0][:-1]
+    assert error_of("debug", f"{key}={wrong}").startswith(f"{key} is '{wrong}'; it must be one of {', '.join(allowed)} (")
 
 
 def test_mistake_in_a_file_names_the_file(tmp_path: Path) -> None:

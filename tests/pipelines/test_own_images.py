@@ -209,12 +209,12 @@ WRONG = {
         "config debug has no stage depth_upscale",
     ),
     "no use": ("sample", 16, (), "images is set, but sample.use is not"),
-    "a misspelt use": ("sample", 16, ("sample.use=size_upscal",), "nearest: size_upscale"),
+    "a misspelt use": ("sample", 16, ("sample.use=size_upscal",), "it must be one of size_upscale, depth_upscale"),
     "a misspelt precision": (
         "sample",
         16,
         ("sample.precision=float16",),
-        "sample.precision is 'float16'; nearest: bfloat16",
+        "sample.precision is 'float16'; it must be one of float32, bfloat16",
     ),
     "another command": ("prepare_data", 16, (), "images is for sample.py, which starts from them, and evaluate.py"),
     "top_p": (
