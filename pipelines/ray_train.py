@@ -207,7 +207,8 @@ def train_worker(settings: dict[str, Any]) -> None:
             run.log_metrics(metrics, step=step, time_ms=now)
 
     def on_checkpoint(state: TrainState, metrics: dict[str, float]) -> None:
-        # A barrier of all workers; rank 0's files are the checkpoint, and are on storage when it returns.
+        # A barrier of all workers; rank 0's files are the checkpoint, and are on storage when it returns. The others have
+        # nothing of their own to keep: masks of dropout follow from the micro-batches.
         with tempfile.TemporaryDirectory() as folder:
             if rank == 0:
                 save_checkpoint(Path(folder), model=state.model, ema=state.polyak.shadow, trainer=state.trainer_dict())
@@ -289,7 +290,11 @@ def micro_batches(
 
 
 def make_batch(rows: dict[str, Any], settings: dict[str, Any], device: torch.device) -> Batch:
-    """Arrays of the ingest -> what the network reads; target slices and flips are drawn from (seed, key, epoch)."""
+    """Arrays of the ingest -> what the network reads; target slices and flips are drawn from (seed, key, epoch).
+
+    The first image's draw seeds dropout: workers, whose images differ, have masks of their own, a restart repeats them,
+    and with micro-batches of one size they are the same however many workers share them.
+    """
     model: SPNConfig = settings["model"]
     train: TrainConfig = settings["train"]
     draw: Callable[..., np.ndarray] = functools.partial(draws, settings["seed"], rows["key"], rows["epoch"])
@@ -304,7 +309,8 @@ def make_batch(rows: dict[str, Any], settings: dict[str, Any], device: torch.dev
     values, given = stage_values(
         image, stored_bits=settings["stored_bits"], given_bits=model.num_given_bits, num_bits=model.num_bits
     )
-    return Batch(values, torch.from_numpy(index).to(device), given, rows["key"])
+    dropout_seed = int(draw(purpose="dropout", high=2**63)[0])
+    return Batch(values, torch.from_numpy(index).to(device), given, rows["key"], dropout_seed)
 
 
 def to_image(pixels: np.ndarray, device: torch.device) -> Tensor:

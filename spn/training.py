@@ -108,6 +108,7 @@ class Batch:
     index: Tensor  # [B] target slice of each image
     given: Tensor | None  # [B, 3, H, W] more significant bits, for depth upscaling
     keys: Sequence[str]  # of the images, for messages
+    seed: int | None = None  # of dropout in this micro-batch; None: torch's random state goes on
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -256,6 +257,8 @@ def train_step(
     no_sync = getattr(forward, "no_sync", contextlib.nullcontext)
     for number, batch in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
+        if batch.seed is not None:
+            torch.manual_seed(batch.seed)
         with contextlib.nullcontext() if last else no_sync():
             with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
                 logits = forward(batch.image, batch.index, batch.given)

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.slow
 # Two of these workers do not fit on one node of one CPU, and two stages not on both nodes. What they leave over on each
 # is less than the share of a CPU that is set aside for reading.
 WORKERS = ["train.num_steps=120", "resources.num_workers=2", "resources.cpus_per_worker=0.85"]
+WORKERS += ["model.decoder.dropout=0.2", "model.embedder.dropout=0.2"]  # masks are drawn again as they were, too
 
 
 @pytest.fixture(scope="module")

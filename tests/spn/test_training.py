@@ -135,6 +135,22 @@ def test_synchronisation_only_at_the_last_micro_batch(network, settings, make_ba
     assert events == ["enter", "forward", "backward", "exit"] * 2 + ["forward", "backward"]
 
 
+def test_masks_of_dropout_follow_from_the_micro_batch(network, settings, make_batch):
+    """Whatever was drawn before, and whether one worker accumulates two micro-batches or two workers have one each."""
+
+    def nats(*seeds: int | None, random_state: int) -> float:
+        model = network("size_upscale", 2, dropout=0.5)
+        state, batch = TrainState.create(model.train(), settings()), make_batch(model, 0, 4)
+        torch.manual_seed(random_state)
+        micro = [replace(batch, seed=seed) for seed in seeds]
+        return float(train_step(state, micro, config=settings(), forward=model)[0])
+
+    first, second = nats(5, random_state=0), nats(6, random_state=1)
+    assert first != second
+    assert nats(5, 6, random_state=2) == pytest.approx(first + second, rel=1e-12)
+    assert nats(None, random_state=0) != nats(None, random_state=1)
+
+
 def test_gradient_clipping(network, settings, make_batch):
     """The norm reported is that before clipping; a limit above it changes nothing, one below it is met exactly."""
     seen: dict[float | None, tuple[float, Tensor]] = {}

@@ -1,0 +1,76 @@
+"""What a training worker is handed: its share of each batch, and masks of dropout of its own.
+
+python -m pytest tests/pipelines/test_ray_train.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+from pipelines import ray_train
+from pipelines.experiment import BatchPlan
+from spn.training import Batch, TrainConfig
+
+BATCH, SIDE = 8, 4
+
+
+class Shard:
+    """A worker's part of the stream from `step` on, as Ray Train hands it out: two optimiser steps."""
+
+    def __init__(self, rank: int, num_workers: int, step: int) -> None:
+        share = BATCH // num_workers
+        steps = range(step, step + 2)
+        self.positions = [s * BATCH + rank * share + row for s in steps for row in range(share)]
+
+    def iter_batches(self, *, batch_size: int, **_: Any) -> Iterator[pa.Table]:
+        for start in range(0, len(self.positions), batch_size):
+            mine = self.positions[start : start + batch_size]
+            columns = {
+                "key": [f"photo-{position % 12}" for position in mine],
+                "px": pa.array([bytes([position]) * (SIDE * SIDE * 3) for position in mine], pa.binary(SIDE * SIDE * 3)),
+                "epoch": pa.array([position // 12 for position in mine], pa.int32()),
+                "position": pa.array(mine, pa.int64()),
+            }
+            yield pa.table(columns)
+
+
+@pytest.fixture
+def handed_out(monkeypatch: pytest.MonkeyPatch, tiny_config: Callable[..., Any]) -> Callable[..., list[list[Batch]]]:
+    """handed_out(rank, of=workers, seed=...) -> the worker's micro-batches of two images, of steps 3 and 4."""
+
+    def build(rank: int, *, of: int, seed: int = 0, first_step: int = 3) -> list[list[Batch]]:
+        settings = {
+            "model": tiny_config("size_upscale", image_size=SIDE, scaling_factor=2, num_bits=8),
+            "train": TrainConfig(batch_size=BATCH),
+            "plan": BatchPlan(BATCH, of, 2, BATCH // of // 2),
+            "stored_bits": 8,
+            "seed": seed,
+        }
+        monkeypatch.setattr(ray_train.ray.train, "get_dataset_shard", lambda _: Shard(rank, of, 3))
+        return list(ray_train.micro_batches(settings, first_step=first_step, rank=rank, device=torch.device("cpu")))
+
+    return build
+
+
+def test_workers_share_a_batch_and_each_draws_masks_of_its_own(handed_out) -> None:
+    """Rows and seeds of dropout are those of one worker alone with as large micro-batches; no two are the same."""
+    alone = handed_out(0, of=1)
+    for workers in (2, 4):
+        shares = [handed_out(rank, of=workers) for rank in range(workers)]
+        for step, expected in enumerate(alone):
+            together = [batch for share in shares for batch in share[step]]
+            assert [batch.seed for batch in together] == [batch.seed for batch in expected]
+            assert all(torch.equal(a.image, b.image) for a, b in zip(together, expected, strict=True))
+    seeds = [batch.seed for step in alone for batch in step]
+    assert len(set(seeds)) == len(seeds) == 8
+    assert not set(seeds) & {batch.seed for step in handed_out(0, of=1, seed=1) for batch in step}
+
+
+def test_rows_of_another_step_are_noticed(handed_out) -> None:
+    with pytest.raises(AssertionError, match="instead of"):
+        handed_out(0, of=1, first_step=2)
