@@ -86,7 +86,8 @@ class SampleConfig:
 @dataclass(frozen=True)
 class NodeResources:
     """What a node may take, and how often it is started again. Never part of a fingerprint: the same results come from
-    other machines. `resources` sets it for all nodes, `resources.per_node` for single ones."""
+    other machines (where not, what differs is: `sample_precision`). `resources` sets it for all nodes,
+    `resources.per_node` for single ones."""
 
     num_workers: int = 1  # Ray Train workers of a train node, which share each batch; workers that draw samples
     cpus_per_worker: float = 1.0  # in per_node of another node: CPUs of that node (prepare_data: of each shard)
@@ -246,6 +247,11 @@ def stage_temperature(config: ExperimentConfig, stage: str) -> float:
 def stage_top_p(config: ExperimentConfig, stage: str) -> float | None:
     chosen = config.sample.top_p
     return chosen.get(stage, chosen.get(stage_kind(stage)))
+
+
+def sample_precision(config: ExperimentConfig) -> str:
+    """What samples are drawn in: a CPU computes in float32 whatever `sample.precision` says."""
+    return config.sample.precision if node_resources(config, "sample").use_gpu else "float32"
 
 
 def _stage_config(config: ExperimentConfig, stage: str) -> StageConfig:

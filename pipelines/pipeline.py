@@ -20,6 +20,7 @@ from pipelines.experiment import (
     batch_plan,
     node_names,
     node_resources,
+    sample_precision,
     stage_model_config,
     stage_names,
     stage_temperature,
@@ -184,7 +185,7 @@ def _tempering(config: ExperimentConfig, stages: list[str]) -> dict[str, Any]:
     return {
         "temperature": {stage: stage_temperature(config, stage) for stage in stages},
         "top_p": {stage: stage_top_p(config, stage) for stage in stages},
-        "precision": config.sample.precision,
+        "precision": sample_precision(config),
     }
 
 
@@ -205,7 +206,11 @@ def _drawing(config: ExperimentConfig, name: str) -> dict[str, Any]:
 
 def _semantic_yaml(config: ExperimentConfig) -> str:
     """The configuration as the report shows it: places and resources left out, they do not change the results."""
-    data = dataclasses.replace(config.data, root=None)
-    return to_yaml(
-        dataclasses.replace(config, storage=None, resources=ResourcesConfig(), tracking=TrackingConfig(), data=data)
-    )
+    changes = {
+        "data": dataclasses.replace(config.data, root=None),
+        "sample": dataclasses.replace(config.sample, precision=sample_precision(config)),
+        "storage": None,
+        "resources": ResourcesConfig(),
+        "tracking": TrackingConfig(),
+    }
+    return to_yaml(dataclasses.replace(config, **changes))

@@ -6,6 +6,7 @@ python -m pytest tests/pipelines/test_config.py
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -266,6 +267,22 @@ def test_resources_of_one_node_are_its_own_and_no_part_of_what_it_computes() -> 
     assert [changed[name].max_failures for name in ("prepare_data", "train_size_upscale")] == [9, 3]
     batches = [changed[name].options["plan"] for name in ("train_first_slice", "train_size_upscale")]
     assert [(plan.num_workers, plan.micro_batch_size) for plan in batches] == [(1, 8), (2, 4)]
+
+
+def test_precision_of_samples_counts_where_it_has_an_effect() -> None:
+    """On a CPU nothing is drawn anew, nor shown otherwise, for a setting that it does not heed."""
+
+    def configs_of(*settings: str) -> dict[str, dict[str, Any]]:
+        found = {node.name: node.config for node in nodes(load("debug", settings))}
+        return {name: found[name] for name in ("sample", "report")}
+
+    on_cpu = [configs_of(f"sample.precision={precision}") for precision in ("bfloat16", "float32")]
+    assert on_cpu[0] == on_cpu[1] and on_cpu[0]["sample"]["precision"] == "float32"
+    gpu = "resources.per_node.sample.use_gpu=true"
+    on_gpu = [configs_of(gpu, f"sample.precision={precision}") for precision in ("bfloat16", "float32")]
+    assert [each["sample"]["precision"] for each in on_gpu] == ["bfloat16", "float32"]
+    assert all(on_gpu[0][name] != on_gpu[1][name] for name in on_gpu[0])
+    assert on_gpu[1] == on_cpu[1]
 
 
 def test_resources_of_a_node_come_back_from_yaml_and_fall_away_with_its_stage(tmp_path: Path) -> None:

@@ -338,7 +338,7 @@ def test_images_are_drawn_at_the_configured_precision(
     own = OwnImages(name, ("a",), given, 3, ("depth_upscale",), "depth_upscale") if name == "sample_images" else None
     run = {"sample": sample.run, "sample_images": sample_images.run}[name]
     with pytest.raises(Drawn):
-        run(context(networks, tmp_path, own, f"sample.precision={precision}", name=name))
+        run(context(networks, tmp_path, own, f"sample.precision={precision}", "resources.use_gpu=true", name=name))
     assert asked_for == [precision]
 
 
