@@ -207,8 +207,8 @@ def train_worker(settings: dict[str, Any]) -> None:
             run.log_metrics(metrics, step=step, time_ms=now)
 
     def on_checkpoint(state: TrainState, metrics: dict[str, float]) -> None:
-        # A barrier of all workers; rank 0's files are the checkpoint, and are on storage when it returns. The others have
-        # nothing of their own to keep: masks of dropout follow from the micro-batches.
+        # A barrier of all workers; rank 0's files are the checkpoint, and are on storage when it returns. Nobody else
+        # has anything to keep: masks of dropout follow from the micro-batches.
         with tempfile.TemporaryDirectory() as folder:
             if rank == 0:
                 save_checkpoint(Path(folder), model=state.model, ema=state.polyak.shadow, trainer=state.trainer_dict())

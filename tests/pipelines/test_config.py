@@ -461,7 +461,8 @@ CHOICES = {
 def test_a_setting_with_few_choices_names_them_all(key: str, allowed: tuple[str, ...]) -> None:
     """However close the value is to one of them: names of files, keys, nodes and stages alone get the nearest."""
     wrong = allowed[0][:-1]
-    assert error_of("debug", f"{key}={wrong}").startswith(f"{key} is '{wrong}'; it must be one of {', '.join(allowed)} (")
+    message = f"{key} is '{wrong}'; it must be one of {', '.join(allowed)}"
+    assert error_of("debug", f"{key}={wrong}") == f"{message} (on the command line: {key}={wrong})"
 
 
 def test_mistake_in_a_file_names_the_file(tmp_path: Path) -> None:

@@ -30,9 +30,10 @@ class Shard:
     def iter_batches(self, *, batch_size: int, **_: Any) -> Iterator[pa.Table]:
         for start in range(0, len(self.positions), batch_size):
             mine = self.positions[start : start + batch_size]
+            pixels = [bytes([position]) * (SIDE * SIDE * 3) for position in mine]
             columns = {
                 "key": [f"photo-{position % 12}" for position in mine],
-                "px": pa.array([bytes([position]) * (SIDE * SIDE * 3) for position in mine], pa.binary(SIDE * SIDE * 3)),
+                "px": pa.array(pixels, pa.binary(SIDE * SIDE * 3)),
                 "epoch": pa.array([position // 12 for position in mine], pa.int32()),
                 "position": pa.array(mine, pa.int64()),
             }
