@@ -29,14 +29,19 @@ const { runs } = await api("runs/search", { experiment_ids: [id], max_results: 2
 const tag = (run, key) => (run.data.tags ?? []).find((each) => each.key === key)?.value;
 const made = runs.filter((run) => !tag(run, "reused_run") && run.info.status === "FINISHED"); // newest first
 const trained = new Map(); // stage -> its newest training
+const starts = new Set(); // the pipeline's starts that trained them: later ones may have skipped all that has curves
 for (const run of made) {
   const stage = tag(run, "node")?.startsWith("train_") && tag(run, "stage");
-  if (stage && !trained.has(stage)) trained.set(stage, run.info.run_id);
+  if (!stage || trained.has(stage)) continue;
+  trained.set(stage, run.info.run_id);
+  starts.add(tag(run, "mlflow.parentRunId"));
 }
 if (!trained.size) throw new Error(`experiment ${experiment} has no finished training`);
 const order = ["baseline", "first_slice", "size_upscale", "depth_upscale"];
 const stages = [...trained.keys()].sort((a, b) => order.indexOf(a) - order.indexOf(b));
 const last = trained.get(stages.at(-1));
+const shown = made.filter((run) => starts.has(run.info.run_id) || starts.has(tag(run, "mlflow.parentRunId")));
+const filter = `attributes.run_id IN (${shown.map((run) => `'${run.info.run_id}'`).join(",")})`;
 const url = (page) => `${base}/#/${page}${page.includes("?") ? "&" : "?"}workflowType=machine_learning`;
 
 const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", "--force-color-profile=srgb"] });
@@ -60,9 +65,12 @@ async function shoot(name, address, prepare, clip) {
 
 // The nodes are child runs of `pipeline`, folded away at first; charts draw unfolded rows only.
 async function unfold() {
-  const box = await page.getByRole("link", { name: "pipeline", exact: true }).first().boundingBox();
-  await page.mouse.click(box.x - 32, box.y + box.height / 2); // the + before the name, which has no name of its own
-  await page.waitForTimeout(2500);
+  const parents = await page.getByRole("link", { name: "pipeline", exact: true }).all();
+  for (const parent of parents.reverse()) { // from below: what unfolds moves the rows beneath it
+    const box = await parent.boundingBox();
+    await page.mouse.click(box.x - 32, box.y + box.height / 2); // the + before the name, which has no name of its own
+    await page.waitForTimeout(2500);
+  }
 }
 
 // Charts whose metric's name matches; pictures always stay, unless their part is folded away.
@@ -74,8 +82,9 @@ const chartsOf = (words, fold) => async () => {
   await page.waitForTimeout(1500);
 };
 
-const charts = `experiments/${id}/runs?compareRunsMode=CHART`;
-await shoot("runs", `experiments/${id}/runs`, unfold); // the UI remembers what is unfolded
+const table = `experiments/${id}/runs?searchFilter=${encodeURIComponent(filter)}`;
+const charts = `${table}&compareRunsMode=CHART`;
+await shoot("runs", table, unfold); // the UI remembers what is unfolded
 await shoot("samples", charts, chartsOf("^samples"), { x: 200, y: 180, width: 850, height: 480 });
 await shoot("curves", charts, chartsOf("^(train|valid)/bits_per_dim", true));
 await shoot("run", `experiments/${id}/runs/${last}`);
