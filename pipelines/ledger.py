@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines import tracking
 from pipelines.masking import mask, mask_uris
+from pipelines.mlflow_uri import login_of
 from pipelines.tracking import KEY, KEY_TAG, PARENT_TAG, RunHandle
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Ledger:
     def handle(self, run_id: str | None) -> RunHandle:
         if not run_id:
             return RunHandle()
-        return RunHandle(self.uri, run_id, self.experiment_id, login=tracking.login_of(self.uri))
+        return RunHandle(self.uri, run_id, self.experiment_id, login=login_of(self.uri))
 
     def _create(self, name: str, tags: Mapping[str, str], params: Mapping[str, Any]) -> RunHandle:
         key = uuid.uuid4().hex
@@ -140,7 +141,7 @@ class Ledger:
         return self._to_come(key) if made is _KEPT else self.handle(made)
 
     def _to_come(self, key: str) -> RunHandle:
-        return RunHandle(self.uri, key=key, experiment=self.experiment, login=tracking.login_of(self.uri))
+        return RunHandle(self.uri, key=key, experiment=self.experiment, login=login_of(self.uri))
 
     def _reopen(self, reference: str, tags: Mapping[str, str]) -> RunHandle | None:
         """Makes a closed run RUNNING again, under this start's parent, so that its curves go on. None: no such run."""

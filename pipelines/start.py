@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pipelines import cluster, dag, garbage, progress, status, tracking
+from pipelines import cluster, dag, garbage, mlflow_uri, progress, status
 from pipelines import plan as planning
 from pipelines.attempts import ERROR
 from pipelines.config import ExperimentConfig, resolve_storage, to_yaml
@@ -132,7 +132,7 @@ def _run(
     plan: dag.Plan, config: ExperimentConfig, session: cluster.ClusterInfo, store: Store, lock: Lock
 ) -> tuple[dag.RunReport, str]:
     """The report and the tracking URI."""
-    uri, artifacts = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
+    uri, artifacts = mlflow_uri.default_uri(store, name=config.name, configured=config.tracking.uri)
     ledger = Ledger(uri, experiment=config.name, run_folder=store.uri, artifacts=artifacts)
     ledger.start_pipeline(
         tags={"config": config.name, "git_commit": git_commit()},
@@ -175,5 +175,5 @@ def _say_how_it_ended(report: dag.RunReport, store: Store, *, tracking_uri: str,
                 print("\n".join(summary.data_lines(report)))
     for what, path in summary.publish(report, store).items():
         print(f"{what}: {path}")
-    print(f"MLflow: {tracking.ui_command(tracking_uri)}", flush=True)
+    print(f"MLflow: {mlflow_uri.ui_command(tracking_uri)}", flush=True)
     return DONE

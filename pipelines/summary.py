@@ -10,10 +10,10 @@ from rich.table import Table
 
 from data_prep import card
 from data_prep.parquet import open_dataset
+from pipelines.mlflow_uri import ui_command
 from pipelines.own_images import SAMPLE, SCORE
 from pipelines.runner import RunReport
 from pipelines.storage import Store, join, open_store
-from pipelines.tracking import ui_command
 
 DATASET, SAMPLES, REPORT = "dataset", "samples", "report.html"
 OWN, RECORD = "own_images", "record.json"  # of the nodes sample_images and score_images

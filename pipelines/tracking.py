@@ -14,7 +14,6 @@ import collections
 import json
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
@@ -22,13 +21,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, unquote, urlsplit
 
 import numpy as np
 
 from pipelines import fingerprint, registry
 from pipelines.masking import mask, plain_uri
-from pipelines.storage import Store
+from pipelines.mlflow_uri import compare_link, run_link
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -44,10 +42,6 @@ RETRY_SEC = (1, 2, 5, 10, 30)
 CLOSE_SEC = 20.0  # how long closing a run waits for what was not sent yet
 PARENT_TAG = "mlflow.parentRunId"
 KEY_TAG, KEY = "run_key", "key:"  # of a run that was asked for while the server was away; such a reference's beginning
-UI = "http://127.0.0.1:5000"  # where `make ui` and `ui_command` show a SQLite file
-# A server's login, as MLflow itself reads it.
-_USER, _PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
-_LOGIN = (_USER, _PASSWORD, "MLFLOW_TRACKING_TOKEN")
 
 
 @dataclass(frozen=True)
@@ -104,11 +98,11 @@ class RunHandle:
 
     def link(self, run_id: str) -> str:
         """Address of a run of this experiment in the UI."""
-        return _page(_ui_of(self.uri), f"experiments/{self.experiment_id}/runs/{run_id}")
+        return run_link(self.uri, run_id=run_id, experiment_id=self.experiment_id or "")
 
     def compare_link(self, run_ids: Iterable[str]) -> str:
         """Address of the UI's compare page over runs of this experiment."""
-        return compare_link(_ui_of(self.uri), run_ids=run_ids, experiment_id=self.experiment_id or "")
+        return compare_link(self.uri, run_ids=run_ids, experiment_id=self.experiment_id or "")
 
 
 class NodeRun:
@@ -328,47 +322,6 @@ class _MachineWatch:
         return found
 
 
-def default_uri(store: Store, *, name: str, configured: str | None = None) -> tuple[str, str | None]:
-    """Tracking URI and artifact place for a run folder.
-
-    In this order: the configured server, $MLFLOW_TRACKING_URI, a SQLite file in the run folder. SQLite needs a disk of
-    this machine, so for a run folder on an object store it lies in ~/spn_runs/<name>. A server's URI is returned
-    without its login, which moves to the environment variables that MLflow has for it.
-    """
-    given = configured or os.environ.get("MLFLOW_TRACKING_URI")
-    if given:
-        given = _take_login(given)
-        if given.startswith("sqlite:///"):  # nobody else would choose the artifact place, and MLflow's is the cwd
-            return given, str(Path(given.removeprefix("sqlite:///")).absolute().parent / "mlartifacts")
-        return given, None
-    folder = store.local() or Path.home() / "spn_runs" / name
-    return f"sqlite:///{folder / 'mlflow.db'}", str(folder / "mlartifacts")
-
-
-def ui_command(uri: str) -> str:
-    """The line that opens the MLflow UI on this machine; for a server, its address."""
-    if _is_server(uri):
-        return _page(_ui_of(uri), "experiments")
-    return f"{sys.executable} -m mlflow ui --backend-store-uri {uri} --host 127.0.0.1 --port 5000"
-
-
-def compare_link(base: str, *, run_ids: Iterable[str], experiment_id: str) -> str:
-    """Address of the UI's compare page over some runs; base is e.g. http://127.0.0.1:5000."""
-    runs = quote("[" + ",".join(f'"{run_id}"' for run_id in run_ids) + "]")
-    experiments = quote(f'["{experiment_id}"]')
-    return _page(base, f"compare-runs?runs={runs}&experiments={experiments}")
-
-
-def _page(base: str, page: str) -> str:
-    """Address of a page of the UI in its view for model training; it opens with the one for language models else."""
-    return f"{base.rstrip('/')}/#/{page}{'&' if '?' in page else '?'}workflowType=machine_learning"
-
-
-def login_of(uri: str) -> dict[str, str]:
-    """The environment variables with a server's login."""
-    return {name: os.environ[name] for name in _LOGIN if name in os.environ} if _is_server(uri) else {}
-
-
 def runs_with_key(client: MlflowClient, experiment_id: str, key: str) -> list[Any]:
     """The run that was asked for under this key, if it has been opened."""
     return list(client.search_runs([experiment_id], f"tags.{KEY_TAG} = '{key}'", max_results=1))
@@ -378,26 +331,6 @@ def flush_open_runs() -> None:
     """Closes every run that this process still has open."""
     for run in list(_open_runs):
         run.close()
-
-
-def _is_server(uri: str) -> bool:
-    return uri.startswith(("http://", "https://"))
-
-
-def _ui_of(uri: str) -> str:
-    """Address of the UI: the server's, or the one where this machine shows a SQLite file."""
-    return plain_uri(uri).rstrip("/") if _is_server(uri) else UI
-
-
-def _take_login(uri: str) -> str:
-    """The server's URI without user:password, which go to this process's environment. Other URIs stay as they are."""
-    host = urlsplit(uri).netloc if _is_server(uri) else ""
-    login, at, bare = host.rpartition("@")
-    if not at:
-        return uri
-    user, _, password = login.partition(":")
-    os.environ.update({_USER: unquote(user), _PASSWORD: unquote(password)})
-    return uri.replace(host, bare, 1)
 
 
 _open_runs: weakref.WeakSet[NodeRun] = weakref.WeakSet()

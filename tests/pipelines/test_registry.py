@@ -9,9 +9,9 @@ import pytest
 
 from pipelines import registry, tracking
 from pipelines.ledger import Ledger
+from pipelines.mlflow_uri import default_uri
 from pipelines.registry import CANDIDATE, CHAMPION, StageModel, judge
 from pipelines.storage import open_store
-from pipelines.tracking import default_uri
 
 FIRST = StageModel(
     stage="size_upscale",

@@ -23,12 +23,13 @@ from pipelines.cluster import ClusterInfo
 from pipelines.errors import UserError
 from pipelines.ledger import Ledger, silent_ledger
 from pipelines.lock import Lock
+from pipelines.mlflow_uri import default_uri
 from pipelines.node import Node
 from pipelines.plan import Plan, plan
 from pipelines.progress import PlainDisplay
 from pipelines.runner import RunReport, Stopped, run
 from pipelines.storage import Store, open_store
-from pipelines.tracking import PARENT_TAG, default_uri
+from pipelines.tracking import PARENT_TAG
 
 TOYS = Path(__file__).parent / "toys"
 TWO_CPUS = ClusterInfo("embedded", {"CPU": 2.0})

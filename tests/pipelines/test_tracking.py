@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 
 from pipelines import tracking
-from pipelines.git import git_commit
 from pipelines.ledger import Ledger, silent_ledger
-from pipelines.storage import Store, open_store
-from pipelines.tracking import PARENT_TAG, NullRun, RunHandle, compare_link, default_uri, ui_command
+from pipelines.mlflow_uri import LOGIN, default_uri, ui_command
+from pipelines.storage import open_store
+from pipelines.tracking import PARENT_TAG, NullRun, RunHandle
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_nothing_secret_reaches_the_records(
 
 
 def test_a_servers_login_leaves_its_address_and_travels_unseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in tracking._LOGIN:
+    for name in LOGIN:
         monkeypatch.setenv(name, "")  # so that what is set below goes away again
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://anna:p%40ss-word@h:5000/mlflow")
     uri, _ = default_uri(open_store(tmp_path), name="demo")
@@ -197,7 +197,7 @@ def test_a_servers_login_leaves_its_address_and_travels_unseen(tmp_path: Path, m
     ledger.uri = uri
     handle = pickle.loads(pickle.dumps(ledger.handle("r1")))
     assert "p@ss-word" not in repr(handle) and handle.at("r2").login == handle.login
-    for name in tracking._LOGIN:
+    for name in LOGIN:
         monkeypatch.delenv(name)
     monkeypatch.setattr(tracking, "make_client", lambda uri: FakeClient())
     handle.open().close()
@@ -392,42 +392,3 @@ def test_waiting_metrics_are_bounded_and_the_newest_stay(fake: FakeClient, monke
     fake.away.clear()
     run.close()
     assert fake.steps[-2:] == [8, 9] and len(fake.steps) <= 4
-
-
-def test_the_database_lies_on_a_local_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    local = f"sqlite:///{tmp_path}/mlflow.db"
-    assert default_uri(open_store(tmp_path), name="demo") == (local, f"{tmp_path}/mlartifacts")
-    from pyarrow._fs import _MockFileSystem
-
-    remote = Store("s3://bucket/demo", filesystem=_MockFileSystem(), base="bucket/demo")
-    home = f"{tmp_path}/home/spn_runs/demo"
-    assert default_uri(remote, name="demo") == (f"sqlite:///{home}/mlflow.db", f"{home}/mlartifacts")
-    assert default_uri(remote, name="demo", configured="http://h:5000") == ("http://h:5000", None)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://env:5000")
-    assert default_uri(remote, name="demo") == ("http://env:5000", None)
-
-
-def test_commands_and_links() -> None:
-    assert ui_command("sqlite:////runs/demo/mlflow.db").startswith(
-        f"{sys.executable} -m mlflow ui --backend-store-uri sqlite:////runs/demo/mlflow.db --host 127.0.0.1"
-    )
-    handle = RunHandle("http://h:5000/", "r1", "7")
-    assert handle.link("r2") == "http://h:5000/#/experiments/7/runs/r2?workflowType=machine_learning"
-    local = RunHandle("sqlite:////runs/mlflow.db", "r1", "7")
-    assert local.link("r2").startswith("http://127.0.0.1:5000/#/experiments/7/")
-    assert local.compare_link(["a", "b"]) == compare_link(tracking.UI, run_ids=["a", "b"], experiment_id="7")
-    link = compare_link("http://127.0.0.1:5000", run_ids=["a", "b"], experiment_id="1")
-    assert "/#/compare-runs?runs=%5B%22a%22%2C%22b%22%5D&experiments=%5B%221%22%5D&workflowType=" in link
-
-
-def test_git_commit_of_a_checkout_or_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SPN_GIT_COMMIT", raising=False)
-    assert git_commit(tmp_path) == "unknown"
-    monkeypatch.setenv("SPN_GIT_COMMIT", "abc")
-    assert git_commit(tmp_path) == "abc"
-    author = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-    subprocess.run(["git", "-C", tmp_path, "init", "-q"], check=True)
-    subprocess.run(["git", "-C", tmp_path, *author, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
-    assert len(git_commit(tmp_path)) == 40

@@ -27,9 +27,9 @@ import pytest
 
 from pipelines import tracking
 from pipelines.ledger import Ledger
+from pipelines.mlflow_uri import LOGIN, default_uri
 from pipelines.registry import CANDIDATE, CHAMPION, StageModel
 from pipelines.storage import open_store
-from pipelines.tracking import default_uri
 
 pytestmark = pytest.mark.slow
 USER, PASSWORD = "anna", "hunter2secret"
@@ -103,7 +103,7 @@ def door(server: str) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def no_login(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in tracking._LOGIN:
+    for name in LOGIN:
         monkeypatch.setenv(name, "")  # registered with monkeypatch, so that what a test sets goes away
         monkeypatch.delenv(name)
     monkeypatch.setattr(tracking, "_warned", set())
@@ -138,7 +138,7 @@ def test_everything_is_recorded_behind_a_login(
         "with handle.open() as run:\n"
         "    run.log_metrics({'valid/bits_per_dim': 1.5}, step=3)\n"
     )
-    env = {key: value for key, value in os.environ.items() if key not in tracking._LOGIN}
+    env = {key: value for key, value in os.environ.items() if key not in LOGIN}
     worker = subprocess.run(
         [sys.executable, "-c", code], input=pickle.dumps(handle), env=env, capture_output=True, timeout=120, check=True
     )

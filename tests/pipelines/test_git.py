@@ -1,0 +1,24 @@
+"""Which commit a start is of.
+
+python -m pytest tests/pipelines/test_git.py
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pipelines.git import git_commit
+
+
+def test_git_commit_of_a_checkout_or_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPN_GIT_COMMIT", raising=False)
+    assert git_commit(tmp_path) == "unknown"
+    monkeypatch.setenv("SPN_GIT_COMMIT", "abc")
+    assert git_commit(tmp_path) == "abc"
+    author = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run(["git", "-C", tmp_path, "init", "-q"], check=True)
+    subprocess.run(["git", "-C", tmp_path, *author, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    assert len(git_commit(tmp_path)) == 40
