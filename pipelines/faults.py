@@ -40,6 +40,12 @@ def is_infrastructure(error: BaseException) -> bool:
     return any(_is_lost(part) for part in parts)
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """What to tell people of an error: the first that Ray wrapped in it, one of the infrastructure before others."""
+    parts = list(_parts(error))
+    return next((part for part in parts if _is_lost(part)), parts[0])
+
+
 def _parts(error: BaseException) -> Iterator[BaseException]:
     """What Ray wrapped, at whatever depth, or else the error itself."""
     inner = [getattr(error, name, None) for name in ("controller_failure", "health_check_failure")]

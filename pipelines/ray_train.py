@@ -81,8 +81,7 @@ def fit_stage(context: NodeContext, *, dataset: str) -> Fitted:
 
     def train_data() -> ray.data.Dataset:
         # Evaluated anew whenever the workers start: the stream begins where the last committed checkpoint stopped.
-        start = committed_step(store, name) * train.batch_size
-        num_rows = max(train.num_steps * train.batch_size - start, 1)
+        start, num_rows = rows_to_read(train, committed_step(store, name))
         rows = None if resources.num_workers == 1 else train.batch_size // resources.num_workers
         return stream(split="train", start_row=start, num_rows=num_rows, rows_per_block=rows)
 
@@ -148,6 +147,14 @@ def committed_step(store: Store, name: str) -> int:
         return 0
     latest = json.loads(store.read_bytes(path))["latest_checkpoint_result"]
     return 0 if latest is None else step_of(latest["checkpoint_dir_name"])
+
+
+def rows_to_read(train: TrainConfig, step: int) -> tuple[int, int]:
+    """First row of the stream after `step` optimiser steps, and how many from there on: whole batches, never none.
+
+    A training that was interrupted after its last step reads nothing more, but its workers ask for their shares.
+    """
+    return step * train.batch_size, max(train.num_steps - step, 1) * train.batch_size
 
 
 def checkpoint_name(step: int) -> str:

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 from pipelines import attempts, tracking
 from pipelines.attempts import Success
 from pipelines.errors import UserError
-from pipelines.faults import is_infrastructure
+from pipelines.faults import is_infrastructure, root_cause
 from pipelines.masking import Masked, mask
 from pipelines.node import NodeContext, NodeOutput, NodeResult
 from pipelines.storage import Store
@@ -194,6 +194,7 @@ def _failed(task: Task, error: BaseException, text: str) -> Outcome:
 
 def one_line(error: BaseException) -> str:
     """The error as the plan's lines and the summary show it; a UserError speaks for itself. Without secrets."""
+    error = root_cause(error)
     message = mask(next((line.strip() for line in str(error).splitlines() if line.strip()), ""))
     if isinstance(error, UserError):
         return message

@@ -72,6 +72,13 @@ def test_workers_share_a_batch_and_each_draws_masks_of_its_own(handed_out) -> No
     assert not set(seeds) & {batch.seed for step in handed_out(0, of=1, seed=1) for batch in step}
 
 
+@pytest.mark.parametrize("step", [0, 2, 3])
+def test_what_is_left_to_read_is_shared_evenly_after_the_last_step_too(step: int) -> None:
+    """A training may be killed between its last checkpoint and its end: its workers start once more."""
+    start, num_rows = ray_train.rows_to_read(TrainConfig(num_steps=3, batch_size=BATCH), step)
+    assert (start, num_rows) == (step * BATCH, max(3 - step, 1) * BATCH)
+
+
 def test_rows_of_another_step_are_noticed(handed_out) -> None:
     with pytest.raises(AssertionError, match="instead of"):
         handed_out(0, of=1, first_step=2)
