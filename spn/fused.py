@@ -13,18 +13,22 @@ convolutions and of the stream, G = 6 P channels of a gate: R, G, B, of each tan
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor, nn
 
-from spn import kernels
 from spn.draws import Draws, pick
 from spn.layers import GatedPixelCNNLayer, TransformerLayer, group_sizes
 from spn.model import SPN
 from spn.modern import STEM_COLUMNS, STEM_ROWS, ModernLayer
+
+with contextlib.suppress(ModuleNotFoundError):  # it comes with torch for GPUs; weights and buffers need none
+    import triton
+
+    from spn import kernels
 
 EPS = 1e-6  # of every norm in layers.py and modern.py
 ALIGN = 16  # channels
@@ -239,6 +243,11 @@ class FusedDecoder:
 
     # ---- buffers ----------------------------------------------------------------------------------------------
 
+    def resize(self, batch: int) -> None:
+        """Caches and states for another batch, empty; nothing is recorded then."""
+        self.batch, self.graph = batch, None
+        self._allocate(record=self.logits is not None)
+
     def _allocate(self, record: bool) -> None:
         batch, size, layers = self.batch, self.size, self.num_layers
 
@@ -263,7 +272,7 @@ class FusedDecoder:
         self.x, self.attended = zeros(batch, self.width), own(batch, self.width)
         self.qkv, self.half = zeros(batch, 3 * self.width), own(batch, self.width)
         # Of attention in parts: by program of `attend`, or by tile of images and head of `remember`.
-        self.block_d = max(16, triton.next_power_of_2(self.head_dim))
+        self.block_d = max(16, 1 << (self.head_dim - 1).bit_length())  # the next power of two
         self.parts = zeros(-(-batch // 64) * 64 * self.heads * PARTS * (self.block_d + 2))
         self.counters = zeros(batch * self.heads, dtype=torch.int32)
         self.above = own(batch, 2, size + 2, layers, self.inputs)
@@ -329,7 +338,8 @@ class FusedDecoder:
             HAS_BIAS=bias is not None, HAS_BASE=base is not None, HAS_COPY=copy is not None, **blocks,
         )  # fmt: skip
 
-    def _start_row(self) -> None:
+    def start_row(self) -> None:
+        """What the two rows above, and s of this row, add to every gate of the row to come."""
         batch, size, layers = self.batch, self.size, self.num_layers
         windows = torch.stack([self.above[:, r, c : c + size] for r in range(2) for c in range(3)], dim=3)
         windows = windows.permute(2, 0, 1, 3, 4).reshape(layers, batch * size, -1)
@@ -499,7 +509,7 @@ class FusedDecoder:
         )  # fmt: skip
 
     def _decode_row(self) -> None:
-        self._start_row()
+        self.start_row()
         for column in range(self.size):
             self._start_pixel(column)
             for channel in range(3):

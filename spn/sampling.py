@@ -41,6 +41,7 @@ def uniforms(seed: int, *, stage: str, images: Sequence[int | str], image_size: 
 
 Decode = Callable[..., Tensor]  # (context, draws, *, on_row): values [B, 3, h, w] of a slice
 PRECISIONS = ("float32", "bfloat16")
+EMBEDDED_AT_ONCE = 64  # images; enough to fill a GPU, so that its memory is left to the decoder's caches
 
 
 def slice_decoder(
@@ -99,13 +100,22 @@ def sample_stage(
     for number in todo:
         index = torch.full((batch,), number, device=uniform.device)
         with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu and precision == "bfloat16"):
-            context = model.context(slices_to_image(known, config.scaling_factor), index, given)
+            context = _context(model, slices_to_image(known, config.scaling_factor), index, given)
         kept = rows if number == num_known else None
         draws = Draws(numbers[:, number], temperature=temperature, top_p=top_p, known=kept)
         known[:, number] = decoders[key](context, draws, on_row=on_row)
     if config.stage == "first_slice":
         return known[:, 0]
     return slices_to_image(known, config.scaling_factor)
+
+
+def _context(model: SPN, image: Tensor, index: Tensor, given: Tensor | None) -> Tensor | None:
+    """model.context, of a few images at once."""
+    if model.embedder is None:
+        return None
+    parts = [None] * len(image) if given is None else given.split(EMBEDDED_AT_ONCE)
+    found = map(model.context, image.split(EMBEDDED_AT_ONCE), index.split(EMBEDDED_AT_ONCE), parts)
+    return torch.cat([part for part in found if part is not None])
 
 
 def rows_to_sample(configs: Sequence[SPNConfig], *, num_known_slices: int = 0) -> int:

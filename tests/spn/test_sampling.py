@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spn import sampling
 from spn.bitdepth import reduce_depth, split_depth
 from spn.draws import Draws
 from spn.evaluation import chain_nats, image_nats
@@ -365,3 +366,14 @@ def test_frequencies_of_a_chain_of_depths(tiny_spn):
     log_p = -sum(chain_nats(models, every << 5).values())
     drawn = sample_chain(models, seed=2, images=range(20_000))["depth_upscale_3"]
     assert_frequencies(number_of(drawn, 3).bincount(minlength=512), log_p.exp())
+
+
+def test_images_embedded_a_few_at_once_are_the_same(chain, monkeypatch):
+    models = chain(1, 3)
+    whole = sample_chain(models, seed=4, images=range(5))
+    sizes = []
+    embedder = models["depth_upscale"].embedder
+    embedder.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    monkeypatch.setattr(sampling, "EMBEDDED_AT_ONCE", 2)
+    assert same(sample_chain(models, seed=4, images=range(5)), whole)
+    assert sizes == [2, 2, 1] * 4

@@ -1,0 +1,154 @@
+"""GPU memory that sampling a chain takes, and the largest batch that fits: counted from shapes, without a GPU.
+
+Weights, caches and states are counted by making them on torch's meta device with the code that makes them on a GPU;
+what passes between them, by running that code there and adding up what is alive at once. In bfloat16 the embedder is
+counted as float32 plus the copies that autocast makes of its weights, which is more than it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spn.fused import FusedDecoder
+from spn.model import SPN, SPNConfig
+from spn.sampling import EMBEDDED_AT_ONCE
+
+KEPT_BACK = 0.08  # of the free memory: blocks of the allocator that are not full
+CODE_BYTES = 2**30  # kernels, their workspaces, recorded graphs
+IMAGE_TENSORS = 8  # of 8 bytes a value, that drawing a chain keeps: uniform numbers, known values, both also in slices
+MOST = 1024  # images a batch: what one more of them costs falls no further, and a chunk is written when all is drawn
+TILE = 16  # images that the kernels work on together
+
+
+def largest_batch(configs: Sequence[SPNConfig], free_bytes: int, *, precision: str, most: int = MOST) -> int:
+    """Images a batch, at most `most`, that fit into the free memory of a GPU; 0 if not even one does.
+
+    Of sizes above a tile, whole tiles.
+    """
+    available = int(free_bytes * (1 - KEPT_BACK)) - CODE_BYTES
+    networks = [_Network(config, precision) for config in configs]
+
+    def fits(batch: int) -> bool:
+        return _bytes(networks, batch) <= available
+
+    if fits(most):
+        return most
+    low, high = 0, most  # `low` fits, `high` does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low if low < TILE else low // TILE * TILE
+
+
+def batch_bytes(configs: Sequence[SPNConfig], batch: int, *, precision: str) -> int:
+    """Bytes that a process allocates which draws batches of this size through all stages: it keeps every stage's
+    networks, decoders and recorded graphs; of what passes, the largest counts."""
+    return _bytes([_Network(config, precision) for config in configs], batch)
+
+
+class _Network:
+    """One stage's network and decoder on the meta device."""
+
+    def __init__(self, config: SPNConfig, precision: str) -> None:
+        self.config, self.precision = config, precision
+        self.embedding: dict[int, int] = {}  # bytes by images at once
+        with torch.device("meta"):
+            self.model = SPN(config).eval()
+        self.weights = _sum_bytes([*self.model.parameters(), *self.model.buffers()])
+        made: list[FusedDecoder] = []
+        dtype = getattr(torch, precision)
+        with torch.no_grad():
+            self.folding = _peak_bytes(
+                lambda: made.append(FusedDecoder(self.model, 1, dtype=dtype)), apart_from=self.model.parameters()
+            )
+        (self.decoder,) = made
+
+    def stays(self, batch: int) -> int:
+        """The network, and its decoder with all that it reads and writes."""
+        self.decoder.resize(batch)
+        return self.weights + decoder_bytes(self.decoder) + self._row()
+
+    def passes(self, batch: int) -> int:
+        self.decoder.resize(batch)
+        batch = min(batch, EMBEDDED_AT_ONCE)
+        if batch not in self.embedding:
+            self.embedding[batch] = self._embedding(batch)
+        return max(self.folding, self._row(), self.embedding[batch])
+
+    def _row(self) -> int:
+        """Alive at once while a row starts: once in the recorded graph, for good, once in the row before it."""
+        with torch.no_grad():
+            return _peak_bytes(self.decoder.start_row, apart_from=decoder_tensors(self.decoder))
+
+    def _embedding(self, batch: int) -> int:
+        if self.model.embedder is None:
+            return 0
+        size = self.config.image_size
+        image = torch.zeros((batch, 3, size, size), dtype=torch.long, device="meta")
+        index = torch.zeros((batch,), dtype=torch.long, device="meta")
+        given = image if self.config.num_given_bits else None
+        own = [*self.model.parameters(), *self.model.buffers(), image, index]
+        with torch.no_grad():
+            peak = _peak_bytes(lambda: self.model.context(image, index, given), apart_from=own)
+        return peak + (_sum_bytes(self.model.embedder.parameters()) // 2 if self.precision == "bfloat16" else 0)
+
+
+def _bytes(networks: Sequence[_Network], batch: int) -> int:
+    kept = sum(network.stays(batch) for network in networks)
+    values = 3 * networks[0].config.image_size ** 2
+    return kept + batch * values * 8 * IMAGE_TENSORS + max(network.passes(batch) for network in networks)
+
+
+def decoder_bytes(decoder: FusedDecoder) -> int:
+    """Of its own weights, caches and states."""
+    return _sum_bytes(decoder_tensors(decoder))
+
+
+def decoder_tensors(decoder: FusedDecoder) -> list[Tensor]:
+    return [x for x in tree_leaves(vars(decoder)) if isinstance(x, Tensor)]
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """Each once, however many views there are of it."""
+    yield from {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values()
+
+
+def _sum_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(storage.nbytes() for storage in _storages(list(tensors)))
+
+
+def _peak_bytes(function: Callable[[], Any], *, apart_from: Iterable[Tensor]) -> int:
+    """Most bytes that tensors made by `function` hold at once."""
+    with _Alive(apart_from) as alive:
+        function()
+    return alive.peak
+
+
+class _Alive(TorchDispatchMode):
+    """Follows what is allocated and freed; tensors that were there before are left out."""
+
+    def __init__(self, apart_from: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.before = list(apart_from)  # kept, so that no other storage gets an address of theirs
+        self.known = {storage._cdata for storage in _storages(self.before)}
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        new = {}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.known:
+                storage = tensor.untyped_storage()
+                new[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        if new:
+            self.made = {key: kept for key, kept in self.made.items() if not kept[0].expired()} | new
+            self.peak = max(self.peak, sum(size for _, size in self.made.values()))
+        return out
