@@ -22,6 +22,8 @@ import torch
 
 from data_prep.files import remove_temporaries
 from data_prep.parquet import ShardWriter, pixels, schema, shard_path
+from pipelines.chunk_size import free_gpu_bytes, refusal
+from pipelines.errors import UserError
 from pipelines.node import NodeOutput
 from pipelines.pictures import display, png
 from pipelines.storage import Store, open_store
@@ -82,7 +84,7 @@ def draw(job: Job, chunks: Sequence[Chunk], *, resources: ResourcesConfig, progr
     """Draws the chunks that are not on storage yet, side by side on resources.num_workers Ray actors.
 
     A worker that dies is started anew and its chunk drawn again, resources.max_failures times; then Ray's error is
-    raised. What is finished stays on storage either way.
+    raised. What is finished stays on storage either way. Raises UserError when a GPU cannot hold a chunk.
     """
     import ray
 
@@ -104,6 +106,11 @@ def draw(job: Job, chunks: Sequence[Chunk], *, resources: ResourcesConfig, progr
     num_workers = min(resources.num_workers, len(todo))
     workers = [worker_class.remote(job, progress, total, device=resources.device) for _ in range(num_workers)]
     try:
+        if resources.use_gpu:
+            largest = max(len(chunk.keys) for chunk in chunks)
+            for problem in ray.get([worker.problem.remote(largest) for worker in workers]):
+                if problem:
+                    raise UserError(problem)
         idle, running, waiting = list(workers), {}, list(reversed(todo))
         while waiting or running:
             while waiting and idle:
@@ -125,7 +132,8 @@ class DrawingWorker:
     def __init__(self, job: Job, progress: Reporter, total: int, *, device: str) -> None:
         torch.set_num_threads(1)  # sums are the same whatever CPUs the worker was given
         self.job, self.progress, self.total, self.device = job, progress, total, device
-        self.decoders: dict[Any, Decode] = {}  # of chunks of one size
+        self.decoders: dict[Any, Decode] = {}  # of chunks of `batch` images
+        self.batch = 0
 
     @functools.cached_property
     def models(self) -> dict[str, SPN]:
@@ -136,9 +144,17 @@ class DrawingWorker:
     def configs(self) -> dict[str, SPNConfig]:
         return {stage: model.config for stage, model in self.models.items()}
 
+    def problem(self, batch: int) -> str | None:
+        """Why chunks of this size cannot be drawn here; asked before anything is loaded."""
+        configs = load_stage_configs(self.job.inputs, self.job.stages)
+        return refusal(batch, configs, free_gpu_bytes(), precision=self.job.precision)
+
     def draw(self, chunk: Chunk) -> None:
         """Draws a chunk and writes its files, the Parquet file last."""
         job, part, done, configs = self.job, _part(self.progress, chunk), 0, self.configs
+        if len(chunk.keys) != self.batch:  # the last chunk may be smaller; decoders of two sizes may not fit
+            self.decoders.clear()
+            self.batch = len(chunk.keys)
         pixels_a_row = len(chunk.keys) * next(iter(configs.values())).slice_size
 
         def on_row() -> None:

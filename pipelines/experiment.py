@@ -57,7 +57,7 @@ class EvaluateConfig:
 @dataclass(frozen=True)
 class SampleConfig:
     num_images: int = 16
-    batch_size: int = 16
+    batch_size: int | None = None  # images drawn at once; None: what fits the GPU, or 16 on a CPU (chunk_size.py)
     seed: int = 0
     temperature: dict[str, float] = field(default_factory=dict)  # by stage, divides the logits; 1.0 where not named
     top_p: dict[str, float] = field(default_factory=dict)  # by stage, mass of the nucleus drawn from; all if not named

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from pipelines import cluster, dag, garbage, mlflow_uri, progress, status
 from pipelines import plan as planning
 from pipelines.attempts import ERROR
-from pipelines.config import ExperimentConfig, resolve_storage, to_yaml
+from pipelines.chunk_size import largest_gpu_bytes, refusal
+from pipelines.config import ExperimentConfig, resolve_storage, stage_model_config, to_yaml
 from pipelines.errors import UserError
 from pipelines.git import git_commit
 from pipelines.ledger import Ledger
@@ -61,6 +62,8 @@ def start(
     session = cluster.connect(num_cpus=config.resources.num_cpus, num_gpus=config.resources.num_gpus)
     try:
         dag.check_fits(plan, session)
+        if session.mode == "embedded":  # else the GPUs are those of other machines, whose workers say what does not fit
+            _check_batch(plan, config)
         with _locked(store) as lock:
             if own is None:  # the run folder's config stays that of its pipeline
                 claim_run_folder(store, name=config.name, config_yaml=mask_uris(to_yaml(config)))
@@ -103,6 +106,22 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
     what = f"{count} attempt{'' if count == 1 else 's'}, {size:,} bytes"
     print(f"deleted: {what}" if delete else f"to be deleted by --gc --yes: {what}")
     return DONE
+
+
+def _check_batch(plan: dag.Plan, config: ExperimentConfig) -> None:
+    """Raises UserError when images are to be drawn in batches that not even an empty GPU of this machine holds."""
+    for name in plan.will_run:
+        node = plan[name].node
+        resources, batch = node.options.get("resources"), node.config.get("batch_size")
+        if "precision" not in node.config or batch is None or not resources.use_gpu:
+            continue
+        memory = largest_gpu_bytes()
+        configs = {stage: stage_model_config(config, stage) for stage in node.config["stages"]}
+        own = node.options.get("images")
+        number = len(own.keys) * node.config["num_draws"] if own else node.config["num_images"]
+        problem = memory and refusal(min(batch, number), configs, memory, precision=node.config["precision"])
+        if problem:
+            raise UserError(problem)
 
 
 def _run_folder(config: ExperimentConfig) -> Store:

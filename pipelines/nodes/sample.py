@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from pipelines import storage
+from pipelines.chunk_size import settle
 from pipelines.drawing import Job, chunks_of, draw, read_chunks
 from pipelines.node import NodeContext, NodeResult
 from pipelines.pictures import after_stages, animation, generation_frames, grid, png, side_by_side
@@ -15,14 +16,24 @@ NUM_SHOWN = 64  # images in the grids
 
 
 def run(context: NodeContext) -> NodeResult:
-    """config: stages (in chain order), num_images, batch_size, seed, precision, temperature, top_p {stage: value}.
+    """config: stages (in chain order), num_images, batch_size (None: what fits), seed, precision, temperature, top_p
+    {stage: value}.
 
     options: resources.
     """
     config, stages = context.config, context.config["stages"]
     store = storage.open_store(context.out).sub(FOLDER)
     keys = [f"{index:05d}" for index in range(config["num_images"])]
-    chunks = chunks_of(keys, range(config["num_images"]), size=config["batch_size"])
+    configs, resources = load_stage_configs(context.inputs, stages), context.options["resources"]
+    size = settle(
+        config["batch_size"],
+        num_images=len(keys),
+        configs=configs,
+        precision=config["precision"],
+        store=store,
+        resources=resources,
+    )
+    chunks = chunks_of(keys, range(config["num_images"]), size=size)
     job = Job(
         inputs=context.inputs,
         stages=stages,
@@ -33,8 +44,7 @@ def run(context: NodeContext) -> NodeResult:
         out=store.uri,
         num_chunks=len(chunks),
     )
-    draw(job, chunks, resources=context.options["resources"], progress=context.progress)
-    configs = load_stage_configs(context.inputs, stages)
+    draw(job, chunks, resources=resources, progress=context.progress)
     values = read_chunks(store, configs, num_chunks=len(chunks), most=NUM_SHOWN)
     pictures = after_stages(values, configs)
     grids = {stage: grid(images) for stage, images in pictures.items()}
@@ -44,7 +54,7 @@ def run(context: NodeContext) -> NodeResult:
     store.write_bytes(CHAIN, png(chain))
     store.write_bytes(ANIMATION, animation(generation_frames(values[0], list(configs.values()))))
     networks = {stage: context.inputs[f"train_{stage}"].attempt for stage in stages}
-    store.write_text(RECORD, json.dumps({**config, "networks": networks}, indent=1))
+    store.write_text(RECORD, json.dumps({**config, "batch_size": size, "networks": networks}, indent=1))
     with context.run.open() as run:
         for stage, picture in grids.items():
             run.log_image(picture, key=f"samples/{stage}")
@@ -53,4 +63,7 @@ def run(context: NodeContext) -> NodeResult:
         output = context.inputs[f"train_{stage}"]
         with context.run.at(output.mlflow_run_id).open() as run:
             run.log_image(picture, key="samples", step=checkpoint_step(output))
-    return NodeResult(outputs={"samples": FOLDER}, metrics={"images/sampled": float(config["num_images"])})
+    return NodeResult(
+        outputs={"samples": FOLDER},
+        metrics={"images/sampled": float(config["num_images"]), "images/batch_size": float(size)},
+    )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipelines import storage
+from pipelines.chunk_size import settle
 from pipelines.drawing import Job, chunks_of, draw, read_chunks
 from pipelines.node import NodeContext, NodeResult
 from pipelines.pictures import UNKNOWN, animation, display, generation_frames, png, side_by_side
@@ -34,7 +35,16 @@ def run(context: NodeContext) -> NodeResult:
     store = storage.open_store(context.out).sub(FOLDER)
     keys = [f"{key}-{number:02d}" for key in own.keys for number in range(num_draws)]
     seeds = [f"{digest}/{number}" for digest in own.digests for number in range(num_draws)]
-    chunks = chunks_of(keys, seeds, size=config["batch_size"], given=own.values.repeat(num_draws, axis=0))
+    configs, resources = load_stage_configs(context.inputs, stages), context.options["resources"]
+    size = settle(
+        config["batch_size"],
+        num_images=len(keys),
+        configs=configs,
+        precision=config["precision"],
+        store=store,
+        resources=resources,
+    )
+    chunks = chunks_of(keys, seeds, size=size, given=own.values.repeat(num_draws, axis=0))
     job = Job(
         inputs=context.inputs,
         stages=stages,
@@ -47,8 +57,7 @@ def run(context: NodeContext) -> NodeResult:
         use=config["use"],
         num_given=num_given,
     )
-    draw(job, chunks, resources=context.options["resources"], progress=context.progress)
-    configs = load_stage_configs(context.inputs, stages)
+    draw(job, chunks, resources=resources, progress=context.progress)
     most = NUM_SHOWN * num_draws
     values = read_chunks(store, configs, num_chunks=len(chunks), most=most)
     last = configs[stages[-1]]
@@ -59,11 +68,14 @@ def run(context: NodeContext) -> NodeResult:
     store.write_bytes(GRID, png(picture))
     frames = generation_frames(values[0], list(configs.values()), given_bits=given_bits)
     store.write_bytes(ANIMATION, animation(frames))
-    record = {**config, "images": dict(zip(own.keys, own.digests, strict=True)), "networks": _networks(context)}
+    images = dict(zip(own.keys, own.digests, strict=True))
+    record = {**config, "batch_size": size, "images": images, "networks": _networks(context)}
     store.write_text(RECORD, json.dumps(record, indent=1))
     with context.run.open() as run:
         run.log_image(picture, key=f"own_images/{config['use']}")
-    return NodeResult(outputs={"images": FOLDER}, metrics={"images/sampled": float(len(keys))})
+    return NodeResult(
+        outputs={"images": FOLDER}, metrics={"images/sampled": float(len(keys)), "images/batch_size": float(size)}
+    )
 
 
 def _given_bits(own: OwnImages, config: SPNConfig) -> np.ndarray:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import shutil
 import threading
 import time
@@ -21,7 +22,7 @@ import torch
 from PIL import Image
 
 from data_prep.parquet import pixels, schema
-from pipelines import drawing
+from pipelines import chunk_size, drawing
 from pipelines.config import load
 from pipelines.drawing import Chunk, DrawingWorker, Job, chunks_of, draw, read_chunks
 from pipelines.experiment import ResourcesConfig
@@ -318,6 +319,16 @@ def test_draws_depend_on_the_image_not_on_its_name_or_its_neighbours(networks, t
     assert len(single) == 3
 
 
+def test_a_worker_keeps_decoders_of_one_chunk_size(networks, job):
+    """The last chunk may be smaller, and a GPU may not hold decoders of both sizes."""
+    worker = DrawingWorker(job("samples", num_chunks=2), Reporter("sample"), 1, device="cpu")
+    sizes = []
+    for chunk in chunks_of([f"{n}" for n in range(3)], range(3), size=2):
+        worker.draw(chunk)
+        sizes.append({key[1] for key in worker.decoders})
+    assert sizes == [{2}, {1}]
+
+
 class Drawn(Exception):
     """Ends a node where it would draw."""
 
@@ -340,6 +351,29 @@ def test_images_are_drawn_at_the_configured_precision(
     with pytest.raises(Drawn):
         run(context(networks, tmp_path, own, f"sample.precision={precision}", "resources.use_gpu=true", name=name))
     assert asked_for == [precision]
+
+
+@pytest.mark.parametrize("name", ["sample", "sample_images"])
+def test_a_chosen_chunk_size_is_recorded_with_the_samples_and_kept_by_who_goes_on(
+    name, networks, tmp_path, in_this_process, monkeypatch
+):
+    given = np.zeros((5, 8, 8, 3), np.uint8)
+    keys = tuple("abcde")
+    own = OwnImages(name, keys, given, 3, ("depth_upscale",), "depth_upscale") if name == "sample_images" else None
+    run, folder = (sample.run, "samples") if name == "sample" else (sample_images.run, "own_images")
+    made = context(
+        networks, tmp_path, own, "sample.batch_size=null", "sample.num_draws=1", "sample.num_images=5", name=name
+    )
+    monkeypatch.setattr(sample, "checkpoint_step", lambda output: 0)
+    sizes = []
+    for on_cpu in (3, 2):  # the second start would choose another one
+        monkeypatch.setattr(chunk_size, "ON_CPU", on_cpu)
+        assert run(made).metrics["images/batch_size"] == 3
+        files = [path.name for path in sorted((tmp_path / folder / PARQUET).glob("*.parquet"))]
+        assert files == ["samples-00000-of-00002.parquet", "samples-00001-of-00002.parquet"]
+        record = tmp_path / folder / ("samples.json" if name == "sample" else "record.json")
+        sizes.append(json.loads(record.read_text())["batch_size"])
+    assert sizes == [3, 3]
 
 
 def test_scores_are_the_chains_exact_bits_per_dim(networks, tmp_path, monkeypatch):
