@@ -234,7 +234,7 @@ def _not_selected(decision: Decision) -> Decision:
 
 
 def _missing_input(name: str, missing: str, made: Mapping[str, Decision], *, only: Sequence[str]) -> str:
-    chain = set(only)
+    chain: set[str] = set()
     queue = [need for selected in only for need in made[selected].node.needs]
     while queue:
         above = queue.pop()
@@ -243,8 +243,8 @@ def _missing_input(name: str, missing: str, made: Mapping[str, Decision], *, onl
             queue.extend(made[above].node.needs)
     why = made[missing].reason.removeprefix("not selected; ")
     return (
-        f"--only {name}: its input {missing} has no finished output for this configuration ({why}); "
-        f"make it with --only {','.join(n for n in made if n in chain)}, or leave --only out"
+        f"{name}: its input {missing} has no finished output for this configuration ({why}); "
+        f"make it with full_multidim.py --only {','.join(n for n in made if n in chain)}"
     )
 
 

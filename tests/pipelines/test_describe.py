@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +116,17 @@ def test_memory_grows_with_the_micro_batch_and_does_not_count_attention_weights(
     )
     rows_gib = 4096 * 64 * 2 * 4 / 2**30  # 64 positions, 2 heads, float32
     assert many["activations_per_slice_gib"] - few["activations_per_slice_gib"] < rows_gib
+
+
+RESULTS = sorted((Path(__file__).parents[2] / "benchmarks/results/train").glob("*.json"))
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=[file.stem for file in RESULTS])
+def test_memory_is_near_what_was_measured(file: Path) -> None:
+    found = json.loads(file.read_text())
+    memory = described(found["config"])[found["stage"]]["memory"]
+    counted = memory["weights_and_optimizer_gib"] + found["batch"] * memory["activations_per_slice_gib"]
+    assert counted == pytest.approx(found["peak_gib"], rel=0.25)
 
 
 def test_batches_follow_workers_and_accumulation() -> None:

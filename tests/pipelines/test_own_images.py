@@ -282,9 +282,9 @@ def test_networks_that_are_not_trained_are_named(tmp_path, capsys):
     arguments = ["--config", DEBUG, f"images={file}", f"storage={tmp_path}/runs", "sample.use=depth_upscale"]
     assert cli.main(arguments, only=["sample"]) == 2
     err = capsys.readouterr().err
-    assert "--only sample_images: its input train_depth_upscale has no finished output" in err and err.count("\n") == 1
+    assert "error: sample_images: its input train_depth_upscale has no finished output" in err and err.count("\n") == 1
     assert cli.main(arguments, only=["evaluate"]) == 2
-    assert "--only score_images: its input train_first_slice has no finished output" in capsys.readouterr().err
+    assert "error: score_images: its input train_first_slice has no finished output" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
