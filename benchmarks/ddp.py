@@ -110,10 +110,13 @@ def work(rank: int, job: Job, num_workers: int, folder: str) -> None:
         "card": torch.cuda.get_device_name(device) if cuda else "cpu",
         "torch": torch.__version__,
         "workers": num_workers,
-        "speed": speed(job, images, rank, num_workers),
-        "curve": curve(job, images, rank, num_workers),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
     }
+    for name, measure in (("speed", speed), ("curve", curve)):
+        began = time.perf_counter()
+        result[name] = measure(job, images, rank, num_workers)
+        if rank == 0:
+            print(f"{num_workers} workers, {name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
     if rank == 0:
         (Path(folder) / "result.json").write_text(json.dumps(result))
     if num_workers > 1:

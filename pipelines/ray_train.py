@@ -307,7 +307,7 @@ def make_batch(rows: dict[str, Any], settings: dict[str, Any], device: torch.dev
     draw: Callable[..., np.ndarray] = functools.partial(draws, settings["seed"], rows["key"], rows["epoch"])
     image = to_image(rows["px"], device)
     if train.horizontal_flip:
-        flip = torch.from_numpy(draw(purpose="flip", high=2)).to(device) == 1
+        flip = to_device(draw(purpose="flip", high=2), device) == 1
         image = torch.where(flip[:, None, None, None], image.flip(-1), image)
     if model.stage == "first_slice" and train.slices == "first":
         index = np.zeros(len(image), dtype=np.int64)
@@ -317,12 +317,18 @@ def make_batch(rows: dict[str, Any], settings: dict[str, Any], device: torch.dev
         image, stored_bits=settings["stored_bits"], given_bits=model.num_given_bits, num_bits=model.num_bits
     )
     dropout_seed = int(draw(purpose="dropout", high=2**63)[0])
-    return Batch(values, torch.from_numpy(index).to(device), given, rows["key"], dropout_seed)
+    return Batch(values, to_device(index, device), given, rows["key"], dropout_seed)
 
 
 def to_image(pixels: np.ndarray, device: torch.device) -> Tensor:
     """uint8 [B, H, W, 3] -> integers [B, 3, H, W] on the device: the one place where the layout changes."""
-    return torch.from_numpy(np.ascontiguousarray(pixels)).to(device).permute(0, 3, 1, 2).long()
+    return to_device(np.ascontiguousarray(pixels), device).permute(0, 3, 1, 2).long()
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy that a GPU makes in its turn, from pinned memory: otherwise each batch waits for the step before."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class ValidImages:

@@ -303,9 +303,11 @@ def fit(
     checkpoints. Whatever the callbacks do, state is complete when they are called.
     """
     model = state.model.train()
-    nats, num_images, steps, started = 0.0, 0, 0, time.perf_counter()  # of this worker since the last log
+    nats, num_images, steps, waited, started = 0.0, 0, 0, 0.0, time.perf_counter()  # of this worker since the last log
     while state.step < config.num_steps:
+        asked = time.perf_counter()
         micro_batches = next(batches)
+        waited += time.perf_counter() - asked
         total, grad_norm = train_step(state, micro_batches, config=config, forward=forward)
         nats = nats + total
         num_images += sum(len(batch.index) for batch in micro_batches)
@@ -325,10 +327,11 @@ def fit(
                     "train/lr": state.optimizer.param_groups[0]["lr"],
                     "train/grad_norm": float(grad_norm),
                     "train/slices_per_sec": steps * config.batch_size / seconds,
+                    "train/data_wait": waited / seconds,  # share of the time; a GPU works on meanwhile
                     "images_seen": step * config.batch_size,
                 },
             )
-            nats, num_images, steps, started = 0.0, 0, 0, time.perf_counter()
+            nats, num_images, steps, waited, started = 0.0, 0, 0, 0.0, time.perf_counter()
         if step % config.eval_every_steps == 0 or finished:
             paused = time.perf_counter()
             with state.polyak.applied(model):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
 from data_prep import ingest
 from data_prep.build import build
@@ -156,6 +158,24 @@ def test_global_batch_does_not_depend_on_the_number_of_workers(uri: str, num_wor
     expected = np.arange(start, start + global_batch * num_steps).reshape(num_steps, num_workers, share)
     for rank in range(num_workers):
         assert np.array_equal(positions[rank], expected[:, rank])
+
+
+def test_scheduling_rests_while_nobody_asks_for_rows(uri: str, monkeypatch: pytest.MonkeyPatch):
+    """Otherwise it would take turns with the training for the interpreter's lock, some hundred times a second."""
+    steps = []
+    step = StreamingExecutor._scheduling_loop_step
+    monkeypatch.setattr(StreamingExecutor, "_scheduling_loop_step", lambda self, *a: steps.append(1) or step(self, *a))
+    dataset = ingest.train_stream(uri, resolution=8, bits=8, seed=3, start_row=0, num_rows=95 * 8)
+    dataset.context.execution_options.resource_limits = dataset.context.execution_options.resource_limits.copy(
+        object_store_memory=1000
+    )
+    batches = iter(dataset.iter_batches(batch_size=16, batch_format="pyarrow", prefetch_batches=2))
+    next(batches)
+    time.sleep(2)  # until what may be read ahead is there
+    before = len(steps)
+    time.sleep(1)
+    assert 0 < len(steps) - before <= 1 / ingest._STEP_SEC + 1
+    assert len(list(batches)) == 95 * 8 // 16
 
 
 def test_bad_arguments_are_named(uri: str):

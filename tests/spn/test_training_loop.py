@@ -82,6 +82,7 @@ def test_fit_logs_validates_and_saves_at_the_right_steps(network, settings, batc
         assert metrics["images_seen"] == 4 * step
         assert metrics["train/lr"] == 1e-2
         assert metrics["train/grad_norm"] > 0 and metrics["train/slices_per_sec"] > 0
+        assert 0 < metrics["train/data_wait"] < 1
         since = step
     assert [(v["valid/bits_per_dim"], v["images_seen"]) for v in valid.values()] == [(13, 12), (16, 24), (17, 28)]
 
@@ -114,7 +115,7 @@ def run(make_batch, batches_from) -> Callable[[TrainState, TrainConfig, Path | N
     <folder>/<step>."""
 
     def run_once(state: TrainState, config: TrainConfig, folder: Path | None) -> list[dict]:
-        logs = []
+        logs, timed = [], ("train/slices_per_sec", "train/data_wait")
 
         def on_checkpoint(got: TrainState, score: dict[str, float]) -> None:
             if folder is not None:
@@ -134,7 +135,7 @@ def run(make_batch, batches_from) -> Callable[[TrainState, TrainConfig, Path | N
             forward=state.model,
             evaluate=evaluate,
             on_log=lambda step, metrics: logs.append(
-                {"step": step} | {k: v for k, v in metrics.items() if k != "train/slices_per_sec"}
+                {"step": step} | {k: v for k, v in metrics.items() if k not in timed}
             ),
             on_checkpoint=on_checkpoint,
         )
