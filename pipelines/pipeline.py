@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from data_prep.sources import listing_hash
-from pipelines.config import to_yaml
+from pipelines.config import preset_names, to_yaml
 from pipelines.errors import UserError
 from pipelines.experiment import (
     ExperimentConfig,
@@ -73,7 +73,12 @@ def nodes(config: ExperimentConfig, *, own: OwnImages | None = None) -> list[Nod
             name="report",
             function="pipelines.nodes.report:run",
             needs=("prepare_data", *trains, "evaluate", "sample"),
-            config={"name": config.name, "stages": stages, "yaml": _semantic_yaml(config)},
+            config={
+                "name": config.name,
+                "preset": config.name if config.name in preset_names() else None,
+                "stages": stages,
+                "yaml": _semantic_yaml(config),
+            },
             num_cpus=node_resources(config, "report").cpus_per_worker,
             **_retries(node_resources(config, "report")),
         ),

@@ -62,6 +62,8 @@ class Board:
 
     def update(self, node: str, update: Update, part: str = "") -> None:
         parts = self._done.setdefault(node, {})
+        if not part:
+            parts.clear()  # the node itself says how much is done: at its start, or when it starts again
         # A part that is done again, by another worker, counts once it is further than before.
         parts[part] = max(update.done, parts.get(part, 0.0)) if part else update.done
         self.updates[node] = replace(update, done=sum(parts.values()))
@@ -204,9 +206,10 @@ class LiveDisplay:
             self._progress.update(self._tasks[node], completed=update.done, total=update.total, text=text)
 
     def end(self, node: str) -> None:
-        """The node has ended: its bar goes."""
+        """The node has ended: its bar goes. A node that starts again gets a new one."""
         if node in self._tasks:
-            self._progress.update(self._tasks[node], visible=False)
+            self._progress.remove_task(self._tasks.pop(node))
+            del self._meters[node]
 
     def close(self) -> None:
         self._progress.stop()

@@ -182,7 +182,9 @@ def _say_how_it_ended(report: dag.RunReport, store: Store, *, tracking_uri: str,
                 print(f"{name} failed: {node.error}\n  its log: {join(node.uri or '', ERROR)}")
             elif node.state == "blocked":
                 print(f"{name} was not started: {node.error}")
-        print("The same command goes on from here; --rerun NODE starts a node afresh.", flush=True)
+        print(
+            "With the cause removed, the same command goes on from here; --rerun NODE starts a node afresh.", flush=True
+        )
         return NODE_FAILED
     if whole:
         summary.print_summary(report, store=store, tracking_uri=tracking_uri)

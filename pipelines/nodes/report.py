@@ -41,7 +41,8 @@ PARTS = {
 
 
 def run(context: NodeContext) -> NodeResult:
-    """config: name, stages (in chain order), yaml. Reads what every other node left."""
+    """config: name, preset (None: the configuration is a file of the user's), stages (in chain order), yaml. Reads what
+    every other node left."""
     stages: list[str] = context.config["stages"]
     results = json.loads(_read(context, "evaluate", "results"))
     histories = {stage: json.loads(_read(context, f"train_{stage}", "history")) for stage in stages}
@@ -178,7 +179,7 @@ def _data_section(manifest: Manifest) -> str:
 
 
 def _rerun_section(context: NodeContext, stages: Sequence[str]) -> str:
-    command = "python pipelines/full_multidim.py --config " + escape(context.config["name"])
+    command = "python pipelines/full_multidim.py --config " + escape(context.config["preset"] or "FILE.yaml")
     rows = "".join(
         f"<tr><td>{escape(node)}<td>{escape(output.attempt)}<td>{_run_link(context, output.mlflow_run_id)}</tr>"
         for node, output in context.inputs.items()
@@ -187,6 +188,7 @@ def _rerun_section(context: NodeContext, stages: Sequence[str]) -> str:
         f"<h2>Rerun</h2><pre>{command}                                  # skips what is up to date\n"
         f"{command} --rerun train_{escape(stages[-1])}   # that node, then what depends on it\n"
         f"{command} --dry-run                        # what would run, and why</pre>"
+        "<p class=muted>With the key=value settings of this start, if it had any.</p>"
         f"<table><tr><th>node<th>attempt<th>MLflow run</tr>{rows}</table>{_compare_note(context, stages)}"
     )
 

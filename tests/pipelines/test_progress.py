@@ -69,6 +69,9 @@ def test_parts_of_a_node_are_shown_as_one_sum() -> None:
         assert board.snapshot()["sample"].done == total
     board.update("train", Update(3, 10))  # back to a checkpoint
     assert board.snapshot()["train"].done == 3
+    board.update("sample", Update(170, 1000, "pixels"))  # lost and started again: both chunks were finished
+    board.update("sample", Update(10, 1000, "pixels"), "chunk 3")
+    assert board.snapshot()["sample"].done == 180
 
 
 def test_a_reporter_names_its_part_wherever_it_travels() -> None:
@@ -130,3 +133,13 @@ def test_live_display_draws_without_a_terminal(capsys: pytest.CaptureFixture[str
     display.end("a")
     display.close()
     assert "[a] says [/this]" in capsys.readouterr().out
+
+
+def test_a_node_that_starts_again_has_a_bar_again() -> None:
+    display = progress.LiveDisplay()
+    for _ in range(2):
+        display.show({"a": Update(1, 2)})
+        assert [task.visible for task in display._progress.tasks] == [True]
+        display.end("a")
+        assert display._progress.tasks == []
+    display.close()
