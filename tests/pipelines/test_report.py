@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.config import PRESETS, load
-from pipelines.node import NodeContext
+from pipelines.node import NodeContext, NodeOutput
 from pipelines.nodes.report import _rerun_section
 from pipelines.pipeline import nodes
 from pipelines.progress import Reporter
@@ -22,9 +22,9 @@ def test_commands_name_a_preset_or_leave_room_for_the_users_file(tmp_path: Path,
     file = tmp_path / "mine.yaml"
     file.write_text((PRESETS / "debug.yaml").read_text().replace("name: debug", f"name: {name}"))
     report = nodes(load(str(file)))[-1]
-    context = NodeContext(
-        "report", "f", "a", report.config, {}, {}, str(tmp_path), RunHandle(), Reporter("report"), True
-    )
+    inputs = {node: NodeOutput(str(tmp_path), {}, {}, "a") for node in report.needs}
+    where = {"inputs": inputs, "out": str(tmp_path), "run": RunHandle(), "progress": Reporter("report"), "fresh": True}
+    context = NodeContext("report", "f", "a", report.config, {}, **where)
     section = _rerun_section(context, report.config["stages"])
     assert section.count(f"full_multidim.py --config {shown}") == 3
     assert "key=value settings of this start" in section
