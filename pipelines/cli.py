@@ -18,7 +18,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from pipelines.config import ExperimentConfig, load, nearest, preset_names, stage_names
+from pipelines.config import ExperimentConfig, load, nearest, outdone, preset_names, stage_names
 from pipelines.errors import UserError
 from pipelines.masking import masked_output
 from pipelines.start import collect_garbage, show_status, start
@@ -48,6 +48,14 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     presets = ", ".join(preset_names())
     parser.add_argument("--config", default="demo", metavar="NAME|FILE", help=f"{presets}, or a YAML file (demo)")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="single values, e.g. train.num_steps=500")
+
+
+def load_config(arguments: argparse.Namespace) -> ExperimentConfig:
+    """What --config and the overrides come to; on stderr, what of them does not reach every stage."""
+    config = load(arguments.config, arguments.overrides)
+    for line in outdone(config, arguments.overrides):
+        print(f"note: {line}", file=sys.stderr)
+    return config
 
 
 def run_guarded(command: Callable[[], int]) -> int:
@@ -106,8 +114,8 @@ def _main(argv: Sequence[str] | None, *, prog: str, only: tuple[str, ...], choos
     if not single:
         look = _looks(arguments, chosen)
         if look is not None:
-            return look(load(arguments.config, arguments.overrides))
-    config = load(arguments.config, arguments.overrides)
+            return look(load_config(arguments))
+    config = load_config(arguments)
     own = _own_images(config, only)
     if choose_stage:
         only = (f"train_{_known_stage(config, arguments.stage)}",)

@@ -49,6 +49,7 @@ __all__ = [
     "nearest",
     "node_names",
     "node_resources",
+    "outdone",
     "preset_names",
     "resolve_storage",
     "stage_kind",
@@ -113,6 +114,22 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> ExperimentConfig:
     except ValueError as error:
         raise UserError(f"{error} ({blame('storage')})") from None
     return loaded
+
+
+def outdone(config: ExperimentConfig, overrides: Sequence[str]) -> list[str]:
+    """A line for each override that some stages do not get, since the file's `per_stage` sets the same value there."""
+    chosen = {override.partition("=")[0] for override in overrides}
+    lines = []
+    for key in sorted(chosen):
+        kept = []
+        for stage, value in config.per_stage.items():
+            for part in key.split("."):
+                value = value.get(part) if isinstance(value, dict) else None
+            if value is not None and f"per_stage.{stage}.{key}" not in chosen:
+                kept.append(f"per_stage.{stage}.{key}={value}")
+        if kept:
+            lines.append(f"{key} is for stages that have none of their own; these stay: {', '.join(kept)}")
+    return lines
 
 
 def resolve_storage(config: ExperimentConfig) -> str:

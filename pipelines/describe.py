@@ -20,7 +20,6 @@ from pipelines import cli
 from pipelines.config import (
     ExperimentConfig,
     batch_plan,
-    load,
     node_resources,
     stage_model_config,
     stage_names,
@@ -54,7 +53,7 @@ def _main(argv: Sequence[str] | None) -> int:
     cli.add_config_arguments(parser)
     parser.add_argument("--json", action="store_true", help="machine-readable")
     arguments = parser.parse_intermixed_args(argv)
-    description = describe(load(arguments.config, arguments.overrides))
+    description = describe(cli.load_config(arguments))
     print(json.dumps(description, indent=2) if arguments.json else as_text(description))
     return 0
 

@@ -117,6 +117,13 @@ def test_data_without_images_is_refused_by_its_place(command: Command, tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"]
 
 
+def test_an_override_that_does_not_reach_every_stage_is_told(command: Command) -> None:
+    arguments = ("per_stage.first_slice.train.num_steps=5", "train.num_steps=7", "--dry-run")
+    assert command(full_multidim.main, *arguments)[2] == ""
+    code, out, err = command(full_multidim.main, "--config", "demo", "train.num_steps=500", "--dry-run")
+    assert code == 0 and err.startswith("note: train.num_steps is for stages that have none") and err.count("\n") == 1
+
+
 def test_stage_that_the_config_has_not(command: Command) -> None:
     code, _, err = command(train_stage.main, "--stage", "size_upscal")
     assert code == 2

@@ -16,6 +16,7 @@ from data_prep.config import CROPS, PROFILES, SOURCES, SPLIT_RULES
 from pipelines import config as configs
 from pipelines.config import (
     load,
+    outdone,
     resolve_storage,
     stage_model_config,
     stage_names,
@@ -236,6 +237,19 @@ def test_per_stage_of_depth_upscale_reaches_every_depth_and_a_single_one_wins() 
     overrides = ["per_stage.depth_upscale.train.num_steps=5", "per_stage.depth_upscale_8.train.num_steps=6"]
     config = load("debug", ["bits=[1,3,8]", *overrides])
     assert [stage_train_config(config, name).num_steps for name in stage_names(config)] == [12, 12, 5, 6]
+
+
+def test_an_override_that_per_stage_outdoes_is_named() -> None:
+    """Once for each; nothing where it reaches all stages, or where the stage's own value is set beside it."""
+
+    def lines(*overrides: str) -> list[str]:
+        return outdone(load("demo", overrides), overrides)
+
+    stays = "train.num_steps is for stages that have none of their own; these stay: "
+    first, depth = (f"per_stage.{stage}.train.num_steps" for stage in ("first_slice", "depth_upscale"))
+    assert lines("train.num_steps=500", "seed=1") == [f"{stays}{first}=200, {depth}=150"]
+    assert lines("train.num_steps=500", f"{first}=500") == [f"{stays}{depth}=150"]
+    assert lines("train.num_steps=500", f"{first}=500", f"{depth}=500") == lines("train.learning_rate=1e-3") == []
 
 
 def test_per_stage_values_are_typed() -> None:
