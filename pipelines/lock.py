@@ -1,7 +1,8 @@
 """One start at a time on a run folder: a lock file locally, a lease object on object stores.
 
 A holder writes who it is and, every few seconds, that it is still alive. The lock of a dead process on this machine,
-or one without a sign of life for `stale_sec`, is taken over. On an object store there is no exclusive create, so two
+or one without a sign of life for `stale_sec`, is taken over; that of another machine is watched for `watch_sec` before,
+since clocks need not agree. On an object store there is no exclusive create, so two
 starts in the same second are told apart by reading the lease back after a moment; attempt ids keep even two writers
 harmless.
 """
@@ -21,6 +22,7 @@ from pipelines.storage import Store
 
 HEARTBEAT_SEC = 10.0
 STALE_SEC = 90.0  # several heartbeats: a busy disk must not look like death
+WATCH_SEC = 25.0  # two heartbeats and a half
 SETTLE_SEC = 1.0  # object stores: how long a rival start may need to overwrite our lease
 
 
@@ -34,10 +36,12 @@ class Lock:
         file: str = "run.lock",
         stale_sec: float = STALE_SEC,
         heartbeat_sec: float = HEARTBEAT_SEC,
+        watch_sec: float = WATCH_SEC,
         settle_sec: float = SETTLE_SEC,
     ) -> None:
         self.store, self.file = store, file
-        self.stale_sec, self.heartbeat_sec, self.settle_sec = stale_sec, heartbeat_sec, settle_sec
+        self.stale_sec, self.heartbeat_sec = stale_sec, heartbeat_sec
+        self.watch_sec, self.settle_sec = watch_sec, settle_sec
         self.lost = False  # another start took the lock over: this one was silent for too long
         self._token = uuid.uuid4().hex
         self._started = time.time()
@@ -93,7 +97,7 @@ class Lock:
         holder = self._read()
         if holder is None:
             return
-        if not self._is_stale(holder):
+        if not self._is_dead(holder):
             raise UserError(_refusal(self.store, holder))
         path = self.store.local(self.file)
         aside = path.with_name(f"{path.name}.{self._token}")
@@ -111,7 +115,7 @@ class Lock:
 
     def _take_lease(self) -> None:
         holder = self._read()
-        if holder is not None and not self._is_stale(holder):
+        if holder is not None and not self._is_dead(holder):
             raise UserError(_refusal(self.store, holder))
         self.store.write_bytes(self.file, self._content())
         time.sleep(self.settle_sec)
@@ -134,6 +138,18 @@ class Lock:
         if is_here(holder):  # a living process keeps it, however long it was suspended
             return not is_alive(holder)
         return time.time() - holder.get("heartbeat", 0.0) > self.stale_sec
+
+    def _is_dead(self, holder: dict) -> bool:
+        """Stale, and if it is of another machine, whose clock may be behind: it gives no sign while it is watched."""
+        if not self._is_stale(holder) or is_here(holder):
+            return self._is_stale(holder)
+        deadline = time.monotonic() + self.watch_sec
+        while time.monotonic() < deadline:
+            time.sleep(1.0)
+            found = self._read()
+            if found != holder:
+                return found is None  # given back meanwhile, or alive
+        return True
 
     def _read(self) -> dict | None:
         try:

@@ -25,7 +25,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 def lock(store: Store, **options: float) -> Lock:
-    return Lock(store, **{"settle_sec": 0.0, "heartbeat_sec": 60.0, **options})
+    return Lock(store, **{"settle_sec": 0.0, "heartbeat_sec": 60.0, "watch_sec": 0.0, **options})
 
 
 def edit(store: Store, **changes: object) -> None:
@@ -73,6 +73,16 @@ def test_another_machine_counts_as_dead_only_without_heartbeats(store: Store) ->
         lock(store, stale_sec=60).acquire()
     edit(store, heartbeat=time.time() - 90)
     lock(store, stale_sec=60).acquire()
+
+
+def test_another_machine_whose_clock_is_behind_keeps_its_lock(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its heartbeats look old from here, but they go on."""
+    lock(store).acquire()
+    an_hour_ago = time.time() - 3600
+    edit(store, token="other", place="elsewhere", host="elsewhere", heartbeat=an_hour_ago)
+    monkeypatch.setattr("pipelines.lock.time.sleep", lambda _: edit(store, heartbeat=an_hour_ago + 10))
+    with pytest.raises(UserError, match="on elsewhere since"):
+        lock(store, watch_sec=60).acquire()
 
 
 def test_heartbeats_go_on(store: Store) -> None:
