@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +97,24 @@ def test_versions_and_aliases_of_three_trainings(ledger: Ledger) -> None:
     assert one.source == one.tags["checkpoint"] == "s3://bucket/runs/step-00000010"  # where it is, and no login
     assert two.source == "/runs/demo/step-00000010" and two.tags["champion_rule"].startswith("champion stays")
     assert one.tags["test_set"] == "aaaa" and float(one.tags["test_bits_per_dim"]) == 0.5
+
+
+def test_a_champion_is_fetched_as_the_page_says(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = tmp_path / "step-00000010"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    handle = ledger.start_node("train_fetched", tags={}, params={})
+    with handle.open() as run:
+        run.register_model(dataclasses.replace(FIRST, stage="fetched", checkpoint=str(checkpoint)))
+    page = (Path(__file__).parents[2] / "docs/comparing_stages.md").read_text()
+    (code,) = re.findall(r'MLFLOW_TRACKING_URI=sqlite:///runs/demo/mlflow.db python -c "(.*)"', page)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", ledger.uri)
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace("demo.depth_upscale", "demo.fetched"))
+    assert Path(capsys.readouterr().out.splitlines()[-1]).samefile(checkpoint)
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint.name], "no database was made here"
 
 
 class BrokenOff:
