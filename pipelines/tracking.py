@@ -153,23 +153,10 @@ class NodeRun:
             batch = metrics[start : start + _METRIC_BATCH]
             self._put(lambda client, batch=batch: client.log_batch(self.handle.run_id, metrics=batch))
 
-    def log_params(self, params: Mapping[str, Any]) -> None:
-        """Nested values are flattened; a parameter that is there already keeps its value."""
-        for batch in param_batches(params):
-            self._put(lambda client, batch=batch: client.log_batch(self.handle.run_id, params=batch))
-
     def log_image(self, image: Any, *, key: str, step: int = 0) -> None:
         """A picture with a step slider in the UI: (H, W, C) uint8 array or PIL image."""
         image = np.array(image)  # a copy: the caller may go on with its buffer
         self._put(lambda client: client.log_image(self.handle.run_id, image, key=key, step=step))
-
-    def log_figure(self, figure: Any, file: str) -> None:
-        """A matplotlib figure as artifact."""
-        self._put(lambda client: client.log_figure(self.handle.run_id, figure, file))
-
-    def log_artifact(self, path: Path | str, folder: str | None = None) -> None:
-        """A local file; it must stay in place until the run is closed or flushed."""
-        self._put(lambda client: client.log_artifact(self.handle.run_id, str(path), folder))
 
     def log_text(self, text: str, file: str) -> None:
         self._put(lambda client: client.log_text(self.handle.run_id, mask(text), file))
