@@ -22,6 +22,7 @@ from spn.layers import (
     ResidualBlock,
     SelfAttention,
     add_product,
+    add_shift,
     channel_groups,
     group_sizes,
     run_group,
@@ -225,7 +226,7 @@ class SliceEmbedder(nn.Module):
         x, shift = F.linear(x, self.widen.weight), self.widen.bias
         for block in self.blocks:
             x, shift = run_layer(block, x, shift, recompute=self.recompute)
-        return self.out(F.relu(x + shift.to(x.dtype)))
+        return self.out(F.relu(add_shift(x, shift)))
 
 
 LAYERS_A_GROUP = 5  # PixelCNN layers between two updates of the wide stream
@@ -284,7 +285,7 @@ class Decoder(nn.Module):
                 x, shift = run_layer(layer, x, shift, share, recompute=self.recompute)
                 if layer.is_first:
                     x = add_product(x, cond, self.direct.weight)
-        x = x + shift.to(x.dtype)
+        x = add_shift(x, shift)
         x = F.relu(x) if self.norm is None else self.norm(x)
         logits = self.head(x).view(batch, height, width, 3, self.num_values)
         return logits.permute(0, 3, 4, 1, 2)

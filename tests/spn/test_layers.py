@@ -22,6 +22,7 @@ from spn.layers import (
     SelfAttention,
     TransformerLayer,
     _TableLookup,
+    add_shift,
     channel_groups,
     rgb_mask,
     run_group,
@@ -348,4 +349,15 @@ def test_gradient_of_the_table_lookup_is_that_of_an_embedding(num_values):
         assert torch.equal(found, rows)
         upstream = torch.randn_like(rows)
         expected, actual = (torch.autograd.grad(out, tables, upstream)[0] for out in (rows, found))
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_a_shift_are_those_of_an_addition():
+    """Whatever the number of positions divides by, and where the gradient comes in another layout."""
+    for shape in ((3, 5, 7, 6), (2, 512, 4), (1, 3)):
+        x, shift = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in (shape, shape[-1:]))
+        upstream = torch.randn(shape[::-1], dtype=torch.float64).permute(*range(len(shape))[::-1])
+        plain, found = x + shift, add_shift(x, shift)
+        assert torch.equal(found, plain)
+        expected, actual = (torch.autograd.grad(out, (x, shift), upstream) for out in (plain, found))
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
