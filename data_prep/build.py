@@ -117,7 +117,7 @@ def _check_share(config: DataConfig, plan: Plan, bad: dict[str, dict]) -> None:
     first = "; ".join(f"{record['key']}: {record['message']}" for record in records[:3])
     raise TooManyUnusable(
         f"{len(records)} of {num_photos} photos cannot be used, more than max_quarantine_fraction "
-        f"{allowed} allows: {reasons} ({first}); all of them are in {QUARANTINE}"
+        f"{allowed} allows: {reasons} ({first}); all of them are in {QUARANTINE}; with more allowed it goes on"
     )
 
 

@@ -78,7 +78,9 @@ def make_plan(config: DataConfig, source: sources.Source) -> Plan:
             shards += _shards(config, split, number, rows)
         rejected = [quarantine_record(reader, r.item, r.reason, r.message) for r in source.rejected]
     versions = {name: importlib.metadata.version(name) for name in _BYTE_DECIDING_LIBRARIES}
-    ingredients = [config_dict(config), source.name, source.listing_hash, _code_hash(), versions]
+    config_parts = config_dict(config)
+    del config_parts["max_quarantine_fraction"]  # when to give up: another answer keeps the shards that are done
+    ingredients = [config_parts, source.name, source.listing_hash, _code_hash(), versions]
     plan_hash = hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
     return Plan(
         source=source,

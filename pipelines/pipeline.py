@@ -129,8 +129,12 @@ def _prepare_data(config: ExperimentConfig) -> Node:
     return Node(
         name="prepare_data",
         function="pipelines.nodes.prepare_data:run",
-        config={"data": dataclasses.replace(config.data, root=None)},
-        options={"root": config.data.root, "num_cpus": resources.cpus_per_worker},
+        config={"data": dataclasses.replace(config.data, root=None, max_quarantine_fraction=None)},
+        options={
+            "root": config.data.root,
+            "max_quarantine_fraction": config.data.max_quarantine_fraction,
+            "num_cpus": resources.cpus_per_worker,
+        },
         source=source,
         num_cpus=0,
         cost=shard,

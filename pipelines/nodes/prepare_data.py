@@ -14,8 +14,12 @@ FOLDER = "dataset"
 
 
 def run(context: NodeContext) -> NodeResult:
-    """config: data (DataConfig without its root). options: root, num_cpus of one shard's task."""
-    config = dataclasses.replace(context.config["data"], root=context.options["root"])
+    """config: data (DataConfig without what is in options). options: root, max_quarantine_fraction, num_cpus of a task.
+
+    Raising max_quarantine_fraction after a build gave up makes no other data set: it goes on.
+    """
+    options = {name: context.options[name] for name in ("root", "max_quarantine_fraction")}
+    config = dataclasses.replace(context.config["data"], **options)
 
     def report(done: int, total: int, quarantined: int) -> None:
         context.progress.update(done, total, unit="images", note=f"{quarantined} quarantined")

@@ -135,6 +135,9 @@ def test_file_that_changed_size_under_the_build_stops_the_commit(config: DataCon
         build(config, out=str(tmp_path / "set"), progress=progress)
     with pytest.raises(ValueError, match="no finished data set"):
         open_dataset(str(tmp_path / "set"))
+    (tmp_path / "set" / "_build" / "mine").touch()  # a build with another plan would clear this folder
+    build(dataclasses.replace(config, max_quarantine_fraction=0.1), out=str(tmp_path / "set"), progress=quiet)
+    assert (tmp_path / "set" / "_build" / "mine").exists() and open_dataset(str(tmp_path / "set")).num_images("train")
 
 
 def test_another_plan_never_mixes_with_what_is_there(config: DataConfig, tmp_path: pathlib.Path):

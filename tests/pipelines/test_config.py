@@ -283,6 +283,13 @@ def test_resources_of_one_node_are_its_own_and_no_part_of_what_it_computes() -> 
     assert [(plan.num_workers, plan.micro_batch_size) for plan in batches] == [(1, 8), (2, 4)]
 
 
+def test_more_unusable_photos_allowed_make_no_other_data_set() -> None:
+    """A build that gave up goes on with its finished shards."""
+    made = [nodes(load("debug", [f"data.max_quarantine_fraction={share}"]))[0] for share in (0.1, 0.2)]
+    assert made[0].name == "prepare_data" and made[0].config == made[1].config
+    assert [node.options["max_quarantine_fraction"] for node in made] == [0.1, 0.2]
+
+
 def test_precision_of_samples_counts_where_it_has_an_effect() -> None:
     """On a CPU nothing is drawn anew, nor shown otherwise, for a setting that it does not heed."""
 
