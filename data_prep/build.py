@@ -13,8 +13,10 @@ from __future__ import annotations
 import functools
 import json
 import pickle
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -29,6 +31,7 @@ from data_prep.plan import Plan, config_dict, make_plan, num_duplicates
 from data_prep.shard import write_shard
 
 CLAIM = "build.lock"
+_ANSWER_SEC = 1.0  # a cluster may have no machine yet, or the one that answers is just starting
 
 
 class TooManyUnusable(Exception):
@@ -101,9 +104,36 @@ def _run(config: DataConfig, plan: Plan, out: str, num_cpus_per_task: float) -> 
     dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks))
     dataset.context.enable_progress_bars = False  # the caller shows progress
     dataset.context.execution_options.preserve_order = False
+    dataset.context.custom_execution_callback_classes = [
+        *dataset.context.custom_execution_callback_classes,
+        KnowsItsCores,
+    ]
     write = functools.partial(write_shard, config=config, root=plan.source.root, out=out, plan_hash=plan.hash)
     for row in dataset.map(write, num_cpus=num_cpus_per_task).iter_rows():
         yield json.loads(row["sidecar"])
+
+
+class KnowsItsCores:
+    """Makes a Ray Data job begin on all cores. Ray Data makes one of these for each job and calls it.
+
+    It asks for the job's share of the cluster without waiting for the answer, takes it that there is no core, starts a
+    single task all the same and asks again after a second. The answer takes some milliseconds.
+    """
+
+    def before_execution_starts(self, executor: Any) -> None:
+        autoscaler = getattr(executor, "_cluster_autoscaler", None)  # not public: without it, only the second is lost
+        until = time.monotonic() + _ANSWER_SEC
+        while autoscaler is not None and not autoscaler.get_total_resources().cpu and time.monotonic() < until:
+            time.sleep(0.002)
+
+    def on_execution_step(self, executor: Any) -> None:
+        pass
+
+    def after_execution_succeeds(self, executor: Any) -> None:
+        pass
+
+    def after_execution_fails(self, executor: Any, error: Exception) -> None:
+        pass
 
 
 def _check_share(config: DataConfig, plan: Plan, bad: dict[str, dict]) -> None:

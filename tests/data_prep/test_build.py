@@ -7,11 +7,15 @@ import hashlib
 import pathlib
 import tarfile
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import ray.data
 
+import data_prep.build
 from data_prep import images, sources
 from data_prep.build import TooManyUnusable, build
 from data_prep.config import DataConfig
@@ -72,6 +76,47 @@ def test_center_crops_are_decoded_cropped_resized_and_shifted(config: DataConfig
             found.add(key)
     assert found == {path.name for path in (tmp_path / "raw").iterdir()}
     assert "photos" in (tmp_path / "set" / "README.md").read_text()
+
+
+class FirstStep:
+    """Called by Ray Data: notes how many cores a job's share has, and how many tasks run, after its first step."""
+
+    seen: list[tuple[float, int]] = []
+
+    def before_execution_starts(self, executor: Any) -> None:
+        self.is_first = True
+
+    def on_execution_step(self, executor: Any) -> None:
+        if self.is_first:
+            tasks = sum(operator.num_active_tasks() for operator in executor._topology)
+            self.seen.append((executor._resource_manager.get_global_limits().cpu, tasks))
+            self.is_first = False
+
+    def after_execution_succeeds(self, executor: Any) -> None:
+        pass
+
+    def after_execution_fails(self, executor: Any, error: Exception) -> None:
+        pass
+
+
+def test_shards_are_begun_on_all_cores_at_once(
+    config: DataConfig, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    build(config, out=str(tmp_path / "first"), progress=quiet)  # whoever hands out the cores has started after it
+    FirstStep.seen.clear()
+    context = ray.data.DataContext.get_current()
+    monkeypatch.setattr(context, "custom_execution_callback_classes", [FirstStep])
+    build(config, out=str(tmp_path / "set"), progress=quiet)
+    assert FirstStep.seen == [(2, 2)]
+    assert context.custom_execution_callback_classes == [FirstStep], "other jobs of the process are as they were"
+
+
+def test_no_core_in_sight_does_not_hold_the_build_up(monkeypatch: pytest.MonkeyPatch):
+    """A cluster whose machines are yet to come; and a Ray that keeps this somewhere else."""
+    monkeypatch.setattr(data_prep.build, "_ANSWER_SEC", 0.01)
+    none = SimpleNamespace(get_total_resources=lambda: SimpleNamespace(cpu=0.0))
+    for executor in (SimpleNamespace(_cluster_autoscaler=none), SimpleNamespace()):
+        data_prep.build.KnowsItsCores().before_execution_starts(executor)
 
 
 def test_tiles_split_by_photo_and_held_out_ones_do_not_overlap(config: DataConfig, tmp_path: pathlib.Path):
