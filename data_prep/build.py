@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import ray.data
+from ray.data._internal.execution.execution_callback import ExecutionCallback
 
 from data_prep import card, files, known, sources
 from data_prep.claim import Claim
@@ -104,20 +105,17 @@ def _run(config: DataConfig, plan: Plan, out: str, num_cpus_per_task: float) -> 
     dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks))
     dataset.context.enable_progress_bars = False  # the caller shows progress
     dataset.context.execution_options.preserve_order = False
-    dataset.context.custom_execution_callback_classes = [
-        *dataset.context.custom_execution_callback_classes,
-        KnowsItsCores,
-    ]
+    dataset.context.custom_execution_callback_classes.append(KnowsItsCores)
     write = functools.partial(write_shard, config=config, root=plan.source.root, out=out, plan_hash=plan.hash)
     for row in dataset.map(write, num_cpus=num_cpus_per_task).iter_rows():
         yield json.loads(row["sidecar"])
 
 
-class KnowsItsCores:
-    """Makes a Ray Data job begin on all cores. Ray Data makes one of these for each job and calls it.
+class KnowsItsCores(ExecutionCallback):
+    """Makes a Ray Data job begin on all its cores.
 
-    It asks for the job's share of the cluster without waiting for the answer, takes it that there is no core, starts a
-    single task all the same and asks again after a second. The answer takes some milliseconds.
+    Ray Data asks for the job's share of the cluster without waiting for the answer, takes it that there is no core,
+    starts a single task all the same and asks again after a second. The answer takes some milliseconds.
     """
 
     def before_execution_starts(self, executor: Any) -> None:
@@ -125,15 +123,6 @@ class KnowsItsCores:
         until = time.monotonic() + _ANSWER_SEC
         while autoscaler is not None and not autoscaler.get_total_resources().cpu and time.monotonic() < until:
             time.sleep(0.002)
-
-    def on_execution_step(self, executor: Any) -> None:
-        pass
-
-    def after_execution_succeeds(self, executor: Any) -> None:
-        pass
-
-    def after_execution_fails(self, executor: Any, error: Exception) -> None:
-        pass
 
 
 def _check_share(config: DataConfig, plan: Plan, bad: dict[str, dict]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import ray.data
+from ray.data._internal.execution.execution_callback import ExecutionCallback
 
 import data_prep.build
 from data_prep import images, sources
@@ -78,8 +79,8 @@ def test_center_crops_are_decoded_cropped_resized_and_shifted(config: DataConfig
     assert "photos" in (tmp_path / "set" / "README.md").read_text()
 
 
-class FirstStep:
-    """Called by Ray Data: notes how many cores a job's share has, and how many tasks run, after its first step."""
+class FirstStep(ExecutionCallback):
+    """Notes how many cores a job's share has, and how many tasks run, after its first step."""
 
     seen: list[tuple[float, int]] = []
 
@@ -91,12 +92,6 @@ class FirstStep:
             tasks = sum(operator.num_active_tasks() for operator in executor._topology)
             self.seen.append((executor._resource_manager.get_global_limits().cpu, tasks))
             self.is_first = False
-
-    def after_execution_succeeds(self, executor: Any) -> None:
-        pass
-
-    def after_execution_fails(self, executor: Any, error: Exception) -> None:
-        pass
 
 
 def test_shards_are_begun_on_all_cores_at_once(
