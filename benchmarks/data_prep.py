@@ -172,7 +172,7 @@ def measure_build(arguments: argparse.Namespace, place: Path) -> dict:
 def measure_memory(arguments: argparse.Namespace, place: Path) -> dict:
     """Peak of all processes of the build together, shared pages counted once (PSS)."""
     peaks = {}
-    for number in (500, 5_000):
+    for number in (500, 5_000, 20_000):
         copy_photos(arguments.raw, place / f"raw{number}", number)
         config = data_config(place / f"raw{number}", arguments)
         with ray_session(arguments.cores):
