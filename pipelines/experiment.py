@@ -129,6 +129,11 @@ class ResourcesConfig(NodeResources):
 @dataclass(frozen=True)
 class TrackingConfig:
     uri: str | None = None  # None: $MLFLOW_TRACKING_URI, or sqlite in the run folder
+    sample_every_steps: int | None = None  # of training: a grid at the next validation; all its workers wait for it
+    num_sample_images: int = 8  # in each of these grids
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "sample_every_steps", "num_sample_images")
 
 
 @dataclass(frozen=True)

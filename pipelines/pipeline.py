@@ -30,6 +30,7 @@ from pipelines.experiment import (
 )
 from pipelines.node import Node
 from pipelines.own_images import SAMPLE, SCORE, OwnImages
+from pipelines.training_samples import TrainingSamples
 
 __all__ = ["node_names", "nodes"]
 INGEST_CPUS = 0.25  # a train node's read tasks, beside its workers
@@ -161,7 +162,11 @@ def _train(config: ExperimentConfig, stage: str) -> Node:
             "stored_bits": min(bits for bits in config.data.bits if bits >= depth),
             "seed": config.seed,
         },
-        options={"resources": resources, "plan": batch_plan(train, resources.num_workers)},
+        options={
+            "resources": resources,
+            "plan": batch_plan(train, resources.num_workers),
+            "samples": _training_samples(config),
+        },
         num_cpus=0,
         cost={
             "CPU": resources.num_workers * worker["CPU"] + INGEST_CPUS,
@@ -172,6 +177,17 @@ def _train(config: ExperimentConfig, stage: str) -> Node:
         resumable=True,
         tags={"stage": stage},
         **_retries(resources),
+    )
+
+
+def _training_samples(config: ExperimentConfig) -> TrainingSamples | None:
+    if config.tracking.sample_every_steps is None:
+        return None
+    return TrainingSamples(
+        every_steps=config.tracking.sample_every_steps,
+        num_images=config.tracking.num_sample_images,
+        first_given="first_slice" in stage_names(config),
+        seed=config.sample.seed,
     )
 
 

@@ -41,9 +41,11 @@ from spn.training import Batch, TrainConfig, TrainState, fit
 
 if TYPE_CHECKING:  # types only: rules of the configuration do not change what is trained
     from pipelines.experiment import BatchPlan, NodeResources
+    from pipelines.training_samples import TrainingSamples
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's record of committed checkpoints
 HISTORY = "history.json"  # beside each checkpoint: all that was logged up to it
+TRAINING_SAMPLES = "training_samples"  # key of the grids in MLflow
 EVAL_BATCH = 32  # images; only memory depends on it
 
 
@@ -100,6 +102,7 @@ def fit_stage(context: NodeContext, *, dataset: str) -> Fitted:
             "model": model,
             "train": train,
             "plan": context.options["plan"],
+            "samples": context.options["samples"],
             "stored_bits": context.config["stored_bits"],
             "seed": context.config["seed"],
             "num_threads": max(1, int(resources.cpus_per_worker)),
@@ -229,6 +232,17 @@ def train_worker(settings: dict[str, Any]) -> None:
             )
 
     valid = ValidImages(settings, rank=rank, num_workers=num_workers, device=device)
+    samples: TrainingSamples | None = settings["samples"]
+
+    def evaluate() -> float:
+        score = valid.bits_per_dim(model)
+        steps = {"eval_every_steps": config.eval_every_steps, "num_steps": config.num_steps}
+        if rank == 0 and samples is not None and samples.due(state.step, **steps):
+            image = to_image(valid.pixels[: samples.num_images], device)
+            picture = samples.picture(model, image, stored_bits=settings["stored_bits"], precision=config.precision)
+            run.log_image(picture, key=TRAINING_SAMPLES, step=state.step)
+        return score
+
     on_step(state.step)
     try:
         fit(
@@ -236,7 +250,7 @@ def train_worker(settings: dict[str, Any]) -> None:
             config=config,
             batches=micro_batches(settings, first_step=state.step, rank=rank, device=device),
             forward=forward,
-            evaluate=lambda: valid.bits_per_dim(model),
+            evaluate=evaluate,
             on_log=on_log,
             on_checkpoint=on_checkpoint,
             on_step=on_step,
