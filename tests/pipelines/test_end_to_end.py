@@ -145,7 +145,8 @@ def test_mlflow_has_comparable_stages(first: subprocess.CompletedProcess[str], s
         read = {data.tags[0].value: data.dataset for data in runs[node].inputs.dataset_inputs}
         assert set(read) == {"training", "validation"} and read["training"].digest != read["validation"].digest
         assert runs[node].data.metrics["system/system_memory_usage_megabytes"] > 0
-        assert any(file.path.startswith("images/samples+") for file in client.list_artifacts(runs[node].info.run_id, "images"))
+        pictures = client.list_artifacts(runs[node].info.run_id, "images")
+        assert any(picture.path.startswith("images/samples+") for picture in pictures)
         (version,) = client.search_model_versions(f"name = 'debug.{node.removeprefix('train_')}'")
         assert version.run_id == runs[node].info.run_id
         assert {"config.json", "ema.safetensors", "model.safetensors"} <= set(os.listdir(version.source))
