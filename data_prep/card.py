@@ -60,12 +60,14 @@ def _deviations(config: dict) -> str:
 
 
 def counts(manifest: Manifest) -> list[str]:
-    """The same for a terminal, a line each: source, images by split, what was converted, what could not be used."""
+    """The same for a terminal: source, images by split, conversions, quarantine, files that are no image."""
     found = manifest.num_images
     images = ", ".join(f"{found[split]} {split}" for split in SPLITS if split in found)
     lines = [f"source: {manifest.source['name']} ({manifest.source['recognised_by']})"]
     lines += [f"data set {manifest.dataset}: {sum(manifest.num_images.values())} images ({images})"]
-    for what, found in (("converted", manifest.conversions), ("quarantined", manifest.quarantine)):
+    kinds = {"converted": manifest.conversions, "quarantined": manifest.quarantine}
+    kinds["left alone"] = manifest.source["skipped"]
+    for what, found in kinds.items():
         lines.append(f"{what}: {sum(found.values())}" + (f" ({_counts(found)})" if found else ""))
     return lines
 

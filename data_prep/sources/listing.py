@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 
 import pyarrow as pa
@@ -18,28 +19,48 @@ _SYSTEM_FILES = ("thumbs.db", "desktop.ini")
 
 
 def list_files(root: str) -> Listing:
-    """Raises ValueError in one line when the folder is missing or cannot be opened."""
+    """Raises ValueError in one line when the folder is missing, cannot be opened, or holds a link or name of no use."""
     try:
         filesystem, folder = files.locate(root)
         info = filesystem.get_file_info(folder)
         is_folder = info.type == pafs.FileType.Directory
         found = filesystem.get_file_info(pafs.FileSelector(folder, recursive=True)) if is_folder else []
+        below = [(info.path, info) for info in found]
+        folders = [path for path, info in below if info.type == pafs.FileType.Directory]
+        lost = _lost_link(filesystem, [folder, *folders]) if is_folder else None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"root is {root!r}; {error.object!r} is no name in UTF-8: rename it") from None
     except (OSError, ValueError) as error:  # pyarrow's errors for bad URIs and unreachable stores derive from these
         raise ValueError(f"root is {root!r}; it cannot be opened: {' '.join(str(error).split())}") from None
     if not is_folder:
         what = "there is no such folder" if info.type == pafs.FileType.NotFound else "it is not a folder"
         raise ValueError(f"root is {root!r}; {what}")
+    if lost is not None:  # maybe an image, which must not be missing without a word
+        raise ValueError(f"root is {root!r}; {lost} is a link to a file that is not there: mend or remove it")
     prefix = len(folder.rstrip("/")) + 1
     listed, num_hidden = [], 0
-    for info in found:
-        if info.type != pafs.FileType.File:
+    for path, info in below:
+        if info.type == pafs.FileType.Directory:
             continue
-        path = info.path[prefix:]
-        if is_hidden(path):
+        path = path[prefix:]
+        if is_hidden(path) or info.type != pafs.FileType.File:  # a pipe, a socket
             num_hidden += 1
         else:
             listed.append(SourceFile(path, info.size, info.mtime_ns or 0))
     return Listing(root, tuple(sorted(listed, key=lambda file: file.path)), num_hidden)
+
+
+def _lost_link(filesystem: pafs.FileSystem, folders: Iterable[str]) -> str | None:
+    """The first link in local folders to a file that is not there: pyarrow's listing says nothing of such."""
+    if not isinstance(filesystem, pafs.LocalFileSystem):
+        return None
+    for folder in folders:
+        with os.scandir(folder) as entries:
+            lost = sorted(e.path for e in entries if e.is_symlink() and not os.path.exists(e.path))
+        for path in lost:
+            if not is_hidden(path[len(folder) + 1 :]):
+                return path
+    return None
 
 
 def open_file(listing: Listing, path: str) -> pa.NativeFile:

@@ -82,6 +82,30 @@ def test_unusable_folders_are_said_in_one_line(tmp_path: pathlib.Path):
         assert str(root) in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_link_to_nothing_is_named_and_not_passed_over(tmp_path: pathlib.Path, make_photos: Callable):
+    make_photos(tmp_path / "raw", 2)
+    make_photos(tmp_path / "elsewhere", 1)
+    os.rename(tmp_path / "elsewhere", tmp_path / "moved")
+    (tmp_path / "raw" / "lost.jpg").symlink_to(tmp_path / "elsewhere" / "photo_00.jpg")
+    with pytest.raises(ValueError, match="root is .*raw'; .*raw/lost.jpg is a link to a file that is not there"):
+        sources.find(config(tmp_path / "raw"))
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "moved")  # a link to a folder, and through it to the file
+    assert len(sources.find(config(tmp_path / "raw")).items) == 3
+    os.mkfifo(tmp_path / "raw" / "pipe.jpg")
+    assert sources.find(config(tmp_path / "raw")).skipped == {"not_a_data_file": 1}
+
+
+def test_a_name_that_is_no_text_is_shown(tmp_path: pathlib.Path, make_photos: Callable):
+    make_photos(tmp_path, 2)
+    try:
+        os.rename(tmp_path / "photo_00.jpg", os.fsencode(tmp_path) + b"/caf\xe9.jpg")
+    except OSError:
+        pytest.skip("this file system has names in UTF-8 only")
+    with pytest.raises(ValueError, match=r"root is .*caf\\xe9.jpg' is no name in UTF-8") as error:
+        sources.find(config(tmp_path))
+    assert not isinstance(error.value, UnicodeError)
+
+
 def test_what_may_be_two_sources_is_refused_with_both_names(tmp_path: pathlib.Path, make_photos: Callable):
     make_photos(tmp_path / "train" / "n01440764", 1)
     (tmp_path / "data_batch_1.bin").write_bytes(b"x")
