@@ -38,23 +38,33 @@ class _Sample:
 
 
 def recognise(listing: Listing, config: DataConfig) -> str | None:
-    """A tar whose first members are files of one sample: the same name, an image and something else."""
-    first = next(used(listing, config), None)
-    if first is None:
-        return None
-    names = []
+    """A tar whose first members are files of one sample: the same name, an image and something else.
+
+    The first tar decides that has as many members; one that is damaged before them is named when all are read.
+    """
+    for file in used(listing, config):
+        names = _first_names(listing, file.path)
+        if len(names) < 2:
+            continue
+        stems = [_stem(name) for name in names]
+        if len(set(names)) < 2 or stems[0] != stems[1] or not any(map(is_image_name, names)):
+            return None
+        return f"{file.path} has {names[0]} and {names[1]} side by side"
+    return None
+
+
+def _first_names(listing: Listing, path: str) -> list[str]:
+    """Of the first two members; fewer where the tar ends or is damaged."""
+    names: list[str] = []
     try:
-        with open_file(listing, first.path) as stream:
-            for member in members(stream, path=first.path, allow_truncated=True):
+        with open_file(listing, path) as stream:
+            for member in members(stream, path=path, allow_truncated=True):
                 names.append(member.name)
-                if len(names) == 3:
+                if len(names) == 2:
                     break
     except UnusableSource:
-        return None
-    stems = [_stem(name) for name in names]
-    if len(set(names[:2])) < 2 or stems[0] != stems[1] or not any(map(is_image_name, names[:2])):
-        return None
-    return f"{first.path} has {names[0]} and {names[1]} side by side"
+        pass
+    return names
 
 
 def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:

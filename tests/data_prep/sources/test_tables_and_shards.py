@@ -141,3 +141,17 @@ def test_a_shard_of_images_alone_needs_its_source_named(tmp_path: pathlib.Path, 
         sources.find(config(tmp_path))
     named = dataclasses.replace(config(tmp_path), source="webdataset")
     assert len(sources.find(named).items) == len(jpegs)
+
+
+@pytest.mark.parametrize("damage", ["cut", "noise", "empty"])
+def test_a_damaged_first_shard_is_named_and_its_set_not_taken_for_a_folder(
+    tmp_path: pathlib.Path, jpegs: list, damage: str
+):
+    for number in range(2):
+        members = [(f"{i}{suffix}", jpegs[i][1]) for i in range(2) for suffix in (".jpg", ".txt")]
+        write_shard(tmp_path / f"train-{number}.tar", members)
+    first = tmp_path / "train-0.tar"
+    first.write_bytes({"cut": first.read_bytes()[:1000], "noise": b"\x17" * 700, "empty": b""}[damage])
+    (tmp_path / "preview.jpg").write_bytes(jpegs[0][1])
+    with pytest.raises(UnusableSource, match=r"(truncated|not_an)_archive: train-0\.tar"):
+        sources.find(config(tmp_path))
