@@ -22,27 +22,27 @@ ON_CPU = 16  # one thread computes a chunk, and what is finished of it is kept o
 
 
 def settle(
-    wanted: int | None,
+    config: Mapping[str, Any],
     *,
     num_images: int,
     configs: Mapping[str, SPNConfig],
-    precision: str,
     store: Store,
     resources: NodeResources,
 ) -> int:
-    """Images a chunk: `wanted`, or what an earlier start of the attempt recorded in `store`, or else what is chosen
-    now and recorded there.
+    """Images a chunk: batch_size of the node's config, or what an earlier start of the attempt recorded in `store`, or
+    else what is chosen now, for the config's precision, and recorded there.
 
     On a GPU that is the largest batch that fits next to nothing else, but not more than each worker's share.
     """
-    if wanted is not None:
-        return wanted
+    if config["batch_size"] is not None:
+        return config["batch_size"]
     if store.exists(RECORD):
         return json.loads(store.read_bytes(RECORD))["batch_size"]
     record: dict[str, Any] = {"batch_size": ON_CPU, "device": resources.device}
     if resources.use_gpu:
         from spn.footprint import MOST, largest_batch
 
+        precision = config["precision"]
         free = _free_bytes_of_workers(resources)
         share = min(-(-num_images // resources.num_workers), MOST)
         size = largest_batch(list(configs.values()), free, precision=precision, most=share)

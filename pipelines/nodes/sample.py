@@ -25,14 +25,7 @@ def run(context: NodeContext) -> NodeResult:
     store = storage.open_store(context.out).sub(FOLDER)
     keys = [f"{index:05d}" for index in range(config["num_images"])]
     configs, resources = load_stage_configs(context.inputs, stages), context.options["resources"]
-    size = settle(
-        config["batch_size"],
-        num_images=len(keys),
-        configs=configs,
-        precision=config["precision"],
-        store=store,
-        resources=resources,
-    )
+    size = settle(config, num_images=len(keys), configs=configs, store=store, resources=resources)
     chunks = chunks_of(keys, range(config["num_images"]), size=size)
     job = Job(
         inputs=context.inputs,

@@ -36,14 +36,7 @@ def run(context: NodeContext) -> NodeResult:
     keys = [f"{key}-{number:02d}" for key in own.keys for number in range(num_draws)]
     seeds = [f"{digest}/{number}" for digest in own.digests for number in range(num_draws)]
     configs, resources = load_stage_configs(context.inputs, stages), context.options["resources"]
-    size = settle(
-        config["batch_size"],
-        num_images=len(keys),
-        configs=configs,
-        precision=config["precision"],
-        store=store,
-        resources=resources,
-    )
+    size = settle(config, num_images=len(keys), configs=configs, store=store, resources=resources)
     chunks = chunks_of(keys, seeds, size=size, given=own.values.repeat(num_draws, axis=0))
     job = Job(
         inputs=context.inputs,

@@ -39,9 +39,8 @@ def ask(networks, tmp_path):
 
     def settled(wanted: int | None, resources: NodeResources, num_images: int = 4096, place: str = "") -> int:
         store = open_store(tmp_path).sub(place) if place else open_store(tmp_path)
-        return settle(
-            wanted, num_images=num_images, configs=networks, precision="bfloat16", store=store, resources=resources
-        )
+        config = {"batch_size": wanted, "precision": "bfloat16"}
+        return settle(config, num_images=num_images, configs=networks, store=store, resources=resources)
 
     return settled
 
