@@ -23,7 +23,7 @@ _LOST = (  # of ray.exceptions: a process, a machine or what Ray kept there is g
     "WorkerGroupStartupTimeoutError",
     "PreemptionError",
 )
-# When one training worker dies, the others fail in the middle of talking to it.
+# When one training worker ends, of whatever cause, the others fail in the middle of talking to it.
 _PEER_GONE = re.compile(r"gloo/transport|connection (closed|reset) by peer|nccl|broken pipe", re.IGNORECASE)
 
 
@@ -32,18 +32,21 @@ def is_infrastructure(error: BaseException) -> bool:
 
     Ray's and Ray Train's wrappers are opened; a Python exception that the node's code made of another one is the
     code's own judgement and counts as it stands. Of several workers' failures one of the infrastructure is enough:
-    the others follow from it.
+    the others follow from it. A connection to another worker that broke says only that this one ended, so it is the
+    infrastructure's where no worker has an error of its own.
     """
     parts = list(_parts(error))
     if any("UserCodeException" in _kinds(part) for part in parts):  # Ray Data's: of its cause only the text travels
         parts.append(OSError(str(error)))
-    return any(_is_lost(part) for part in parts)
+    return any(_is_lost(part) for part in parts) or all(_has_lost_peer(part) for part in parts)
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """What to tell people of an error: the first that Ray wrapped in it, one of the infrastructure before others."""
+    """What to tell people of an error: the first that Ray wrapped in it, one of the infrastructure before others, and
+    any before a lost connection to another worker."""
     parts = list(_parts(error))
-    return next((part for part in parts if _is_lost(part)), parts[0])
+    own = (part for part in parts if not _has_lost_peer(part))
+    return next((part for part in parts if _is_lost(part)), next(own, parts[0]))
 
 
 def _parts(error: BaseException) -> Iterator[BaseException]:
@@ -62,10 +65,11 @@ def _parts(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_lost(error: BaseException) -> bool:
-    if not _kinds(error).isdisjoint(_LOST):
-        return True
-    peer = isinstance(error, RuntimeError) and _PEER_GONE.search(str(error)) is not None
-    return peer or is_hiccup(error)
+    return not _kinds(error).isdisjoint(_LOST) or is_hiccup(error)
+
+
+def _has_lost_peer(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and _PEER_GONE.search(str(error)) is not None
 
 
 def _kinds(error: BaseException) -> set[str]:

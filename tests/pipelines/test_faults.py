@@ -28,7 +28,7 @@ from toy import training
 from toy.training import MlflowServer
 
 from pipelines.errors import UserError
-from pipelines.faults import is_infrastructure
+from pipelines.faults import is_infrastructure, root_cause
 
 
 def from_task(error: Exception) -> Exception:
@@ -54,6 +54,7 @@ LOST = {
     "in a task": from_task(OSError(errno.EIO, "input/output error")),
     "training worker": WorkerGroupError("x", {0: RuntimeError("other"), 1: DEAD}),
     "peer of a training worker": WorkerGroupError("x", {0: PEER}),
+    "training worker and its peers": WorkerGroupError("x", {0: PEER, 1: DEAD, 2: PEER}),
     "training group": ControllerError(WorkerGroupStartupTimeoutError(2)),
     "reading": from_task(UserCodeException("OSError: " + S3 + "NETWORK_CONNECTION")),
 }
@@ -67,6 +68,7 @@ OWN = {
     "bucket": OSError(S3 + "NO_SUCH_BUCKET during UploadPart operation: it does not exist"),
     "in a task": from_task(KeyError("x")),
     "training worker": WorkerGroupError("x", {0: ValueError("nan"), 1: ValueError("nan")}),
+    "one of the training workers": WorkerGroupError("x", {0: PEER, 1: ValueError("nan")}),
     "bad image": from_task(UserCodeException("ValueError: photo.jpg is no image")),
 }
 
@@ -79,6 +81,13 @@ def test_lost(error: Exception) -> None:
 @pytest.mark.parametrize("error", OWN.values(), ids=OWN)
 def test_own(error: Exception) -> None:
     assert not is_infrastructure(error)
+
+
+def test_the_cause_is_told_and_not_what_follows_from_it() -> None:
+    own = ValueError("nan")
+    assert root_cause(WorkerGroupError("x", {0: PEER, 1: own})) is own
+    assert type(root_cause(WorkerGroupError("x", {0: PEER, 1: own, 2: DEAD}))) is ActorDiedError
+    assert root_cause(WorkerGroupError("x", {0: PEER, 1: PEER})) is PEER
 
 
 def test_an_error_that_the_code_made_of_another_is_its_own() -> None:
