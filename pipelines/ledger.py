@@ -118,16 +118,21 @@ class Ledger:
         return RunHandle(self.uri, run_id, self.experiment_id, login=login_of(self.uri))
 
     def _create(self, name: str, tags: Mapping[str, str], params: Mapping[str, Any]) -> RunHandle:
-        key = uuid.uuid4().hex
+        key, tried = uuid.uuid4().hex, False
 
         def create(client: MlflowClient) -> str:
-            more = {"run_folder": self.run_folder}
+            nonlocal tried
+            more = {"run_folder": self.run_folder, KEY_TAG: key}
             if self.parent_id is not None:
                 more[PARENT_TAG] = self.parent_id
-            if self._waiting:  # this call is among them: its handle was given away without a run_id
-                more[KEY_TAG] = key
-            values = {tag.key: tag.value for tag in tracking.tag_entities({**more, **tags})}
-            run_id = client.create_run(self.experiment_id, run_name=name, tags=values).info.run_id
+            # A server that did not answer in time may have opened the run all the same.
+            found = tracking.runs_with_key(client, self.experiment_id, key) if tried else []
+            tried = True
+            if found:
+                run_id = found[0].info.run_id
+            else:
+                values = {tag.key: tag.value for tag in tracking.tag_entities({**more, **tags})}
+                run_id = client.create_run(self.experiment_id, run_name=name, tags=values).info.run_id
             self._ids[key] = run_id
             if self.parent_id is None:
                 self.parent_id = run_id

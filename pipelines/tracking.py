@@ -41,7 +41,7 @@ _MAX_WAITING = 10_000  # calls kept while the server is away; the oldest go firs
 RETRY_SEC = (1, 2, 5, 10, 30)
 CLOSE_SEC = 20.0  # how long closing a run waits for what was not sent yet
 PARENT_TAG = "mlflow.parentRunId"
-KEY_TAG, KEY = "run_key", "key:"  # of a run that was asked for while the server was away; such a reference's beginning
+KEY_TAG, KEY = "run_key", "key:"  # by which a run is found whose id is not known; such a reference's beginning
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,8 @@ def make_client(uri: str) -> MlflowClient:
     """Raises ConnectionError for a SQLite file that is not there: opening it would make an empty one."""
     # MLflow reads these on use; an unreachable server must fail fast instead of holding up training.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    # What fails is repeated by those who call, who look first whether it had been done.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
         raise ConnectionError(f"{uri} is not on this machine; set MLFLOW_TRACKING_URI to a server for several machines")

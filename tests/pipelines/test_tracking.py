@@ -111,6 +111,29 @@ def test_an_ending_that_the_server_missed_is_told_later(place: Path, monkeypatch
     assert ended == ["FINISHED", "FINISHED"]
 
 
+def test_a_run_that_was_opened_although_the_answer_got_lost_is_not_opened_twice(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "RETRY_SEC", (0.05,))
+    ledger = make_ledger(place, experiment="slow")
+    create_run, late = ledger._client.create_run, []
+
+    def answer_too_late(*arguments: Any, **options: Any) -> Any:
+        made = create_run(*arguments, **options)
+        late.append(made.info.run_id)
+        if len(late) == 1:
+            raise TimeoutError("no answer")
+        return made
+
+    monkeypatch.setattr(ledger._client, "create_run", answer_too_late)
+    handle = ledger.start_node("train_a", tags={}, params={"x": 1})
+    ledger.finish(handle, "FINISHED")
+    ledger.close("FINISHED")
+    (found,) = client(ledger).search_runs([ledger.experiment_id], "tags.node = 'train_a'")
+    assert [found.info.run_id] == late == [handle.known().run_id]
+    assert found.info.status == "FINISHED" and found.data.params == {"x": "1"}
+
+
 def test_data_sets_of_a_run_are_named_once(place: Path) -> None:
     ledger = make_ledger(place)
     handle = ledger.start_node("train_a", tags={}, params={})
