@@ -78,6 +78,12 @@ class Lock:
         holder = self._read()
         return None if holder is None or self._is_stale(holder) else holder
 
+    def check_free(self) -> None:
+        """Raises UserError if a living start holds the lock. Takes nothing: another may be faster than `acquire`."""
+        holder = self.holder()
+        if holder is not None:
+            raise UserError(_refusal(self.store, holder))
+
     def _create_file(self) -> None:
         path = self.store.local(self.file)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from data_prep.sources import listing_hash
+from data_prep import known
+from data_prep.sources import identify
 from pipelines.config import preset_names, to_yaml
 from pipelines.errors import UserError
 from pipelines.experiment import (
@@ -39,7 +40,7 @@ INGEST_CPUS = 0.25  # a train node's read tasks, beside its workers
 def nodes(config: ExperimentConfig, *, own: OwnImages | None = None) -> list[Node]:
     """All nodes of the pipeline; with own images the one node that reads them, and those above it.
 
-    Raises UserError when the source of images is missing or empty.
+    Raises UserError when the source of images is missing or empty, or its data set has the id of another.
     """
     if own is not None:
         trains = [_train(config, stage) for stage in own.stages]
@@ -122,9 +123,13 @@ def _score_images(config: ExperimentConfig, own: OwnImages) -> Node:
 
 def _prepare_data(config: ExperimentConfig) -> Node:
     try:
-        source = listing_hash(config.data)
+        name, listing_hash = identify(config.data)
     except (ValueError, OSError) as error:
         raise UserError(f"data.root: {error}") from error
+    try:
+        known.check_id(config.data, name)
+    except ValueError as error:
+        raise UserError(f"data.{error}") from error
     resources = node_resources(config, "prepare_data")  # a whole CPU a shard: two at a time on a core are slower
     shard = {"CPU": resources.cpus_per_worker}
     return Node(
@@ -136,7 +141,7 @@ def _prepare_data(config: ExperimentConfig) -> Node:
             "max_quarantine_fraction": config.data.max_quarantine_fraction,
             "num_cpus": resources.cpus_per_worker,
         },
-        source=source,
+        source=listing_hash,
         num_cpus=0,
         cost=shard,
         num_workers=1,

@@ -18,7 +18,7 @@ from pipelines.config import ExperimentConfig, resolve_storage, stage_model_conf
 from pipelines.errors import UserError
 from pipelines.git import git_commit
 from pipelines.ledger import Ledger
-from pipelines.lock import Lock
+from pipelines.lock import Lock, described
 from pipelines.masking import mask_uris
 from pipelines.storage import Store, check_run_folder, claim_run_folder, join, open_store
 
@@ -40,7 +40,8 @@ def start(
 ) -> int:
     """Runs the config's nodes (`only` these, if any; with `own` images the one that reads them), returns the exit code.
 
-    Raises UserError before anything is written: for unknown nodes, another config's run folder, a cluster too small.
+    Raises UserError before anything is written: for unknown nodes, another config's run folder or one that another
+    start holds, a cluster too small.
     """
     from pipelines import pipeline
 
@@ -52,12 +53,15 @@ def start(
     planning.check_names(names, **chosen)
     nodes = pipeline.nodes(config, own=own)
     plan = dag.plan(nodes, store, **chosen)
+    if not dry_run:
+        Lock(store).check_free()  # at once: Ray takes a while to start, and memory from the start that is running
     print(to_yaml(config))
     print(f"run folder: {store.uri}")
     if own is not None:
         print(own.describe(num_draws=config.sample.num_draws))
     if dry_run:
-        print("\n".join(plan.lines()))
+        holder = Lock(store).holder()
+        print("\n".join([*([f"in use by {described(holder)}"] if holder else []), *plan.lines()]))
         return DONE
     session = cluster.connect(num_cpus=config.resources.num_cpus, num_gpus=config.resources.num_gpus)
     try:
@@ -80,8 +84,8 @@ def show_status(config: ExperimentConfig) -> int:
     from pipelines import pipeline
 
     store = _run_folder(config)
-    print(f"run folder: {store.uri}")
-    print("\n".join(status.lines(dag.plan(pipeline.nodes(config), store))))
+    table = status.lines(dag.plan(pipeline.nodes(config), store))
+    print("\n".join([f"run folder: {store.uri}", *table]))
     return DONE
 
 

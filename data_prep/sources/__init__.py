@@ -25,7 +25,7 @@ from data_prep.sources.item import Listing, Source, SourceFile
 from data_prep.sources.listing import IMAGE_SUFFIXES, hash_of, list_files
 from data_prep.sources.reading import Reader
 
-__all__ = ["BUILT_IN_PHOTOS", "Reader", "Source", "describe", "find", "listing_hash", "root_of"]
+__all__ = ["BUILT_IN_PHOTOS", "Reader", "Source", "describe", "find", "identify", "root_of"]
 
 BUILT_IN_PHOTOS = pathlib.Path(__file__).parents[1] / "demo_photos"
 
@@ -51,14 +51,15 @@ def root_of(config: DataConfig) -> str:
     return str(BUILT_IN_PHOTOS) if config.root is None else config.root
 
 
-def listing_hash(config: DataConfig) -> str:
-    """Hash of names, sizes and modification times: what a cache of this source's data set must depend on.
+def identify(config: DataConfig) -> tuple[str, str]:
+    """Name of the source, and hash of its files' names, sizes and modification times: what a cache of its data set
+    must depend on.
 
     Archives are not read through, so it is quick. Raises ValueError as `find` does.
     """
     listing = list_files(root_of(config))
-    _, used, _ = _recognise(listing, config)
-    return hash_of(listing.root, used, by_content=config.root is None)
+    name, used, _ = _recognise(listing, config)
+    return name, hash_of(listing.root, used, by_content=config.root is None)
 
 
 def find(config: DataConfig) -> Source:

@@ -37,16 +37,16 @@ def test_keys_are_sorted_relative_paths_and_side_files_are_counted(tmp_path: pat
 
 def test_listing_hash_sees_each_change(tmp_path: pathlib.Path, make_photos: Callable):
     make_photos(tmp_path, 2)
-    hashes = [sources.listing_hash(config(tmp_path))]
-    assert sources.listing_hash(config(tmp_path)) == hashes[0]
+    hashes = [sources.identify(config(tmp_path))[1]]
+    assert sources.identify(config(tmp_path))[1] == hashes[0]
     os.utime(tmp_path / "photo_00.jpg", (1, 1))
-    hashes.append(sources.listing_hash(config(tmp_path)))
+    hashes.append(sources.identify(config(tmp_path))[1])
     (tmp_path / "photo_01.png").rename(tmp_path / "photo_02.png")
-    hashes.append(sources.listing_hash(config(tmp_path)))
+    hashes.append(sources.identify(config(tmp_path))[1])
     with open(tmp_path / "photo_02.png", "ab") as file:
         file.write(b"x")
     os.utime(tmp_path / "photo_02.png", (1, 1))
-    hashes.append(sources.listing_hash(config(tmp_path)))
+    hashes.append(sources.identify(config(tmp_path))[1])
     assert len(set(hashes)) == 4
 
 
@@ -59,7 +59,7 @@ def test_built_in_photos_do_not_depend_on_file_times(tmp_path: pathlib.Path, mon
         copy.write_bytes((sources.BUILT_IN_PHOTOS / item.path).read_bytes())
         os.utime(copy, (1, 1))
     monkeypatch.setattr(sources, "BUILT_IN_PHOTOS", tmp_path)
-    assert sources.listing_hash(config()) == before.listing_hash
+    assert sources.identify(config())[1] == before.listing_hash
 
 
 def test_every_built_in_photo_is_attributed():
@@ -136,7 +136,7 @@ def test_every_source_is_described():
 
 def test_listing_hash_of_an_archive_does_not_read_it(tmp_path: pathlib.Path):
     (tmp_path / "ILSVRC2012_img_train.tar").write_bytes(b"no tar at all")
-    assert len(sources.listing_hash(config(tmp_path))) == 64
+    assert len(sources.identify(config(tmp_path))[1]) == 64
     with pytest.raises(ValueError, match="not_an_archive"):
         sources.find(config(tmp_path))
 

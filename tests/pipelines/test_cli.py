@@ -18,7 +18,9 @@ import pytest
 from pipelines import cli, cluster, evaluate, full_multidim, pipeline, plan, prepare_data, sample, start, train_stage
 from pipelines.config import load
 from pipelines.errors import UserError
+from pipelines.lock import Lock
 from pipelines.node import Node
+from pipelines.storage import open_store
 
 ROOT, TOYS = Path(__file__).parents[2], Path(__file__).parent / "toys"
 NODES = ["prepare_data", "train_first_slice", "train_size_upscale", "train_depth_upscale", "evaluate", "sample"]
@@ -142,6 +144,30 @@ def test_run_folder_of_another_config(command: Command, tmp_path: Path) -> None:
     assert code == 2
     assert err == f"error: {folder} is the run folder of config 'other', not of 'debug'; choose another storage\n"
     assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+
+
+def test_a_run_folder_in_use_is_refused_before_ray_starts(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "connect", lambda **_: pytest.fail("Ray was started"))
+    folder = tmp_path / "runs" / "debug"
+    with Lock(open_store(folder)):
+        code, out, err = command(full_multidim.main)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(f"error: {folder} is in use by process {os.getpid()} on ")
+        code, out, _ = command(full_multidim.main, "--dry-run")
+        in_use = out.splitlines()[-len(NODES) - 1]
+        assert code == 0 and in_use.startswith(f"in use by process {os.getpid()} on ")
+    assert "in use" not in command(full_multidim.main, "--dry-run")[1]
+
+
+def test_data_set_id_of_another_source(command: Command) -> None:
+    for looks in ([], ["--status"]):
+        code, out, err = command(full_multidim.main, "data.dataset=imagenet_oord", *looks)
+        assert (code, out) == (2, "")
+        assert err == (
+            "error: data.dataset is 'imagenet_oord'; source folder holds other pixels, give it another name\n"
+        )
 
 
 @pytest.fixture
