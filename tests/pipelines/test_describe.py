@@ -149,6 +149,21 @@ def test_gpu_hours_are_flops_over_what_a_gpu_is_assumed_to_reach(capsys: pytest.
     assert "50% of 790 TFLOP/s (assumed)" in last and f"{whole['gpu_hours']:,.0f} GPU-hours of an H100" in last
 
 
+def test_costs_on_the_page_about_clusters_are_those_described() -> None:
+    page = (Path(__file__).parents[2] / "docs/cluster.md").read_text()
+    stages = described("imagenet128")
+    flops = {stage: found["cost"]["training_flops"] for stage, found in stages.items()}
+    hours = {stage: found["cost"]["gpu_hours"] for stage, found in stages.items()}
+    for stage, found in stages.items():
+        row = [stage, f"{found['parameters']['total'] / 1e6:.0f}M", f"{flops[stage]:.2e}".replace("e+", "e")]
+        row += [f"{hours[stage]:.0f}", f"{hours[stage] / 8:.0f} h"]
+        assert f"| {' | '.join(row)} |" in page
+    total = sum(hours.values())
+    row = ["all", "", f"{sum(flops.values()):.2e}".replace("e+", "e"), f"{total:,.0f}"]
+    row += [f"{total / 8:.0f} h one after another, {max(hours.values()) / 8:.0f} h side by side on 24"]
+    assert f"| {' | '.join(row)} |".replace("|  |", "| |") in page
+
+
 def test_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert describe.main(["--config", "debug", "--json", "bits=[1,3,8]"]) == 0
     stages = json.loads(capsys.readouterr().out)["stages"]
