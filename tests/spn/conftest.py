@@ -91,12 +91,23 @@ def attention_not_shifted(model: SPN) -> None:
         seen[:] = [output.flatten(1, 2)]
 
     model.decoder.intensity.register_forward_hook(keep)
-    model.decoder.attention.register_forward_pre_hook(lambda _, args: seen[0])
+    model.decoder.attention.register_forward_pre_hook(lambda _, args: (seen[0], *args[1:]))  # recipe modern: the stem
 
 
 def attention_not_causal(model: SPN) -> None:
     for layer in model.decoder.attention.layers:
-        layer.attn.causal = False
+        getattr(layer, "attn", layer).causal = False  # a layer of recipe modern is its own attention
+
+
+def stem_reads_current_pixel(model: SPN) -> None:
+    """Recipe modern: the middle of the window's last row is the pixel itself."""
+    model.decoder.stem.mask[-1, model.decoder.stem.mask.shape[1] // 2] = 1
+
+
+def norms_not_grouped(model: SPN) -> None:
+    """Recipe modern: the stream is normed over all of its channels, so that groups see each other."""
+    for norm in [layer.norm for layer in model.decoder.layers[1:]] + [model.decoder.norm]:
+        norm.sizes = [norm.gain.numel(), 0, 0]
 
 
 def embedder_reads_later_slice(model: SPN) -> None:
@@ -123,6 +134,8 @@ BREAKAGES = {
         vertical_reads_own_row,
         attention_not_shifted,
         attention_not_causal,
+        stem_reads_current_pixel,
+        norms_not_grouped,
         embedder_reads_later_slice,
         embedder_reads_target,
     )

@@ -198,6 +198,7 @@ DECODER_MISTAKES = [
     "attention_not_shifted",
     "attention_not_causal",
 ]
+MODERN_MISTAKES = ["stem_reads_current_pixel", "norms_not_grouped"]
 EMBEDDER_MISTAKES = ["embedder_reads_later_slice", "embedder_reads_target"]
 
 
@@ -214,8 +215,19 @@ def test_a_broken_mask_of_the_decoder_is_noticed(case, mistake, seed, tiny_spn, 
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("mistake", DECODER_MISTAKES + MODERN_MISTAKES)
+def test_a_broken_mask_of_recipe_modern_is_noticed(mistake, seed, tiny_spn, break_mask):
+    """The same masks in the other recipe, and those that only it has."""
+    model = tiny_spn("depth_upscale", seed=seed, image_size=6, scaling_factor=2, num_bits=1, num_given_bits=2, **MODERN)
+    blocks = slice_blocks(influence(break_mask(mistake, model), seed), model.config.num_slices)
+    assert all(leaks(block) for block in blocks)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("mistake", EMBEDDER_MISTAKES)
-@pytest.mark.parametrize("case", ["size_upscale, S=2", "size_upscale, S=4", "depth_upscale, S=2"])
+@pytest.mark.parametrize(
+    "case", ["size_upscale, S=2", "size_upscale, S=4", "depth_upscale, S=2", "modern size_upscale"]
+)
 def test_an_embedder_that_reads_too_far_is_noticed(case, mistake, seed, tiny_spn, break_mask):
     stage, sizes = CASES[case]
     model = break_mask(mistake, tiny_spn(stage, seed=seed, **sizes))

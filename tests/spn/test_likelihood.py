@@ -1,7 +1,7 @@
 """Exact likelihoods: the probabilities of *all* images sum to 1 within 1e-9, in float64.
 
-Every stage, every slice given the others, depth by depth and the whole chain. A network that peeks hands out more or
-less than 1 in all: each deliberate mistake that a case can show is shown to break its sum.
+Every stage, every slice given the others, depth by depth and the whole chain, in both recipes. A network that peeks
+hands out more or less than 1 in all: each deliberate mistake that a case can show is shown to break its sum.
 
     python -m pytest tests/spn/test_likelihood.py
 """
@@ -28,7 +28,14 @@ PIXEL_MISTAKES = [  # inside a pixel: these show in a slice of one pixel too
     "attention_not_shifted",
 ]
 SLICE_MISTAKES = ["left_reads_current_pixel", "vertical_reads_own_row", "attention_not_causal"]
+MODERN_MISTAKES = ["stem_reads_current_pixel", "norms_not_grouped"]
 EMBEDDER_MISTAKES = ["embedder_reads_later_slice", "embedder_reads_target"]
+
+
+RECIPES = {
+    "paper": {},
+    "modern": {part: dict(recipe="modern", num_memory_rows=10) for part in ("decoder", "embedder")},
+}
 
 
 def all_values(num_bits: int, num_dims: int) -> Tensor:
@@ -58,43 +65,53 @@ def total_probability(model: SPN, image: Tensor, slices: range, given: Tensor | 
 # ---- all images of a stage ----------------------------------------------------------------------------------------
 
 
-def baseline(tiny_spn, seed: int) -> SPN:
-    return tiny_spn("baseline", seed=seed, image_size=2, scaling_factor=1, num_bits=1)
+def baseline(tiny_spn, seed: int, recipe: str = "paper") -> SPN:
+    return tiny_spn("baseline", seed=seed, image_size=2, scaling_factor=1, num_bits=1, **RECIPES[recipe])
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_all_images_of_the_baseline_sum_to_one(seed, tiny_spn):
+def test_all_images_of_the_baseline_sum_to_one(seed, recipe, tiny_spn):
     """4,096 images of 2x2x3 at 1 bit; and not all alike, which a dead network would also sum to 1."""
-    log_p = log_probability(baseline(tiny_spn, seed), all_images(1, 2, 2), range(1))
+    log_p = log_probability(baseline(tiny_spn, seed, recipe), all_images(1, 2, 2), range(1))
     assert len(log_p) == 4096
     assert abs(log_p.exp().sum().item() - 1) < SUM_TO_ONE
     assert log_p.std() > 0.5
 
 
-@pytest.mark.parametrize("mistake", PIXEL_MISTAKES + SLICE_MISTAKES)
-def test_a_broken_baseline_does_not_sum_to_one(mistake, tiny_spn, break_mask):
+@pytest.mark.parametrize(
+    ("recipe", "mistake"),
+    [(recipe, mistake) for recipe in RECIPES for mistake in PIXEL_MISTAKES + SLICE_MISTAKES]
+    + [("modern", mistake) for mistake in MODERN_MISTAKES],
+)
+def test_a_broken_baseline_does_not_sum_to_one(recipe, mistake, tiny_spn, break_mask):
     for seed in (0, 1):
-        model = break_mask(mistake, baseline(tiny_spn, seed))
+        model = break_mask(mistake, baseline(tiny_spn, seed, recipe))
         assert abs(total_probability(model, all_images(1, 2, 2), range(1)) - 1) > BROKEN
 
 
-def subscale(tiny_spn, seed: int) -> SPN:
-    return tiny_spn("size_upscale", seed=seed, image_size=2, scaling_factor=2, num_bits=1)
+def subscale(tiny_spn, seed: int, recipe: str = "paper") -> SPN:
+    return tiny_spn("size_upscale", seed=seed, image_size=2, scaling_factor=2, num_bits=1, **RECIPES[recipe])
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_all_images_of_a_subscale_network_sum_to_one(seed, tiny_spn):
+def test_all_images_of_a_subscale_network_sum_to_one(seed, recipe, tiny_spn):
     """4,096 images of 2x2x3 at 1 bit, S = 2: four slices of one pixel, each given the ones before."""
-    log_p = log_probability(subscale(tiny_spn, seed), all_images(1, 2, 2), range(4))
+    log_p = log_probability(subscale(tiny_spn, seed, recipe), all_images(1, 2, 2), range(4))
     assert len(log_p) == 4096
     assert abs(log_p.exp().sum().item() - 1) < SUM_TO_ONE
     assert log_p.std() > 0.5
 
 
-@pytest.mark.parametrize("mistake", PIXEL_MISTAKES + EMBEDDER_MISTAKES)
-def test_a_broken_subscale_network_does_not_sum_to_one(mistake, tiny_spn, break_mask):
+@pytest.mark.parametrize(
+    ("recipe", "mistake"),
+    [(recipe, mistake) for recipe in RECIPES for mistake in PIXEL_MISTAKES + EMBEDDER_MISTAKES]
+    + [("modern", mistake) for mistake in MODERN_MISTAKES],
+)
+def test_a_broken_subscale_network_does_not_sum_to_one(recipe, mistake, tiny_spn, break_mask):
     for seed in (0, 1):
-        model = break_mask(mistake, subscale(tiny_spn, seed))
+        model = break_mask(mistake, subscale(tiny_spn, seed, recipe))
         assert abs(total_probability(model, all_images(1, 2, 2), range(4)) - 1) > BROKEN
 
 
@@ -109,14 +126,15 @@ def images_of_one_slice(target: int, others: Tensor) -> Tensor:
     return image
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(
     ("stage", "target"),  # a decoder alone does not know which slice it is given: one is enough
     [("first_slice", 0), *((stage, s) for stage in ("size_upscale", "depth_upscale") for s in range(4))],
 )
-def test_all_slices_sum_to_one_given_the_others(stage, target, seed, tiny_spn, random_values):
+def test_all_slices_sum_to_one_given_the_others(stage, target, seed, recipe, tiny_spn, random_values):
     """4x4 images, S = 2: the 4,096 contents of one slice, whatever the other slices and the given high bits are."""
-    model = tiny_spn(stage, seed=seed, image_size=4, scaling_factor=2, num_bits=1)
+    model = tiny_spn(stage, seed=seed, image_size=4, scaling_factor=2, num_bits=1, **RECIPES[recipe])
     image = images_of_one_slice(target, random_values(seed, 1, 3, 4, 4))
     given = random_values(seed + 7, 1, 3, 4, 4).expand(4096, -1, -1, -1) if stage == "depth_upscale" else None
     log_p = log_probability(model, image, range(target, target + 1), given)
@@ -124,10 +142,15 @@ def test_all_slices_sum_to_one_given_the_others(stage, target, seed, tiny_spn, r
     assert log_p.std() > 0.5
 
 
-@pytest.mark.parametrize("mistake", PIXEL_MISTAKES + SLICE_MISTAKES + ["embedder_reads_target"])
-def test_a_broken_slice_does_not_sum_to_one(mistake, tiny_spn, break_mask, random_values):
+@pytest.mark.parametrize(
+    ("recipe", "mistake"),
+    [(recipe, m) for recipe in RECIPES for m in [*PIXEL_MISTAKES, *SLICE_MISTAKES, "embedder_reads_target"]]
+    + [("modern", mistake) for mistake in MODERN_MISTAKES],
+)
+def test_a_broken_slice_does_not_sum_to_one(recipe, mistake, tiny_spn, break_mask, random_values):
     target = 2  # the slice that `embedder_reads_target` spoils
-    model = break_mask(mistake, tiny_spn("size_upscale", seed=0, image_size=4, scaling_factor=2, num_bits=1))
+    model = tiny_spn("size_upscale", seed=0, image_size=4, scaling_factor=2, num_bits=1, **RECIPES[recipe])
+    break_mask(mistake, model)
     image = images_of_one_slice(target, random_values(0, 1, 3, 4, 4))
     assert abs(total_probability(model, image, range(target, target + 1)) - 1) > BROKEN
 
@@ -213,9 +236,9 @@ def test_a_broken_chain_of_depths_does_not_sum_to_one_on_two_pixels(tiny_spn, br
 # ---- the whole chain ----------------------------------------------------------------------------------------------
 
 
-def full_chain(tiny_spn, seed: int) -> tuple[SPN, SPN, SPN]:
+def full_chain(tiny_spn, seed: int, recipe: str = "paper") -> tuple[SPN, SPN, SPN]:
     """First slice, size upscaling at 1 bit, depth upscaling to 2 bits; 2x2 images, S = 2."""
-    sizes = dict(image_size=2, scaling_factor=2, num_bits=1)
+    sizes = dict(image_size=2, scaling_factor=2, num_bits=1, **RECIPES[recipe])
     stages = ("first_slice", "size_upscale", "depth_upscale")
     first, size, depth = (tiny_spn(stage, seed=10 * seed + n, **sizes) for n, stage in enumerate(stages))
     return first, size, depth
@@ -233,17 +256,21 @@ def depth_completion_sums(depth: SPN, given: Tensor) -> Tensor:
     return torch.tensor([total_probability(depth, low, range(4), g.expand_as(low)) for g in given])
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_low_depth_part_of_the_chain_sums_to_one(seed, tiny_spn):
-    first, size, _ = full_chain(tiny_spn, seed)
+def test_the_low_depth_part_of_the_chain_sums_to_one(seed, recipe, tiny_spn):
+    first, size, _ = full_chain(tiny_spn, seed, recipe)
     assert abs(low_images_sum(first, size) - 1) < SUM_TO_ONE
 
 
-@pytest.mark.parametrize(("seed", "chosen"), [(0, range(0, 8)), (1, range(8, 16))])
-def test_the_depth_part_of_the_chain_sums_to_one(seed, chosen, tiny_spn):
+@pytest.mark.parametrize(
+    ("seed", "recipe", "chosen"),
+    [(0, "paper", range(0, 8)), (1, "paper", range(8, 16)), (2, "modern", range(0, 16, 5))],
+)
+def test_the_depth_part_of_the_chain_sums_to_one(seed, recipe, chosen, tiny_spn):
     """All 4,096 completions of 16 low-depth images (8 with each seed), spread over the 4,096 there are: with the part
-    above, the probabilities of all 16,777,216 images of the chain sum to 1."""
-    _, _, depth = full_chain(tiny_spn, seed)
+    above, the probabilities of all 16,777,216 images of the chain sum to 1. Four of them with recipe modern."""
+    _, _, depth = full_chain(tiny_spn, seed, recipe)
     given = all_images(1, 2, 2)[[4095 * n // 15 for n in chosen]]
     sums = depth_completion_sums(depth, given)
     assert (sums - 1).abs().max() < SUM_TO_ONE
