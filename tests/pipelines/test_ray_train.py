@@ -1,4 +1,4 @@
-"""What a training worker is handed: its share of each batch, and masks of dropout of its own.
+"""What a training worker is handed: its share of each batch, target slices, flips, and masks of dropout of its own.
 
 python -m pytest tests/pipelines/test_ray_train.py
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 
 from pipelines import ray_train
 from pipelines.experiment import BatchPlan
+from spn.ordering import image_to_slices
 from spn.training import Batch, TrainConfig
 
 BATCH, SIDE = 8, 4
@@ -82,3 +84,52 @@ def test_what_is_left_to_read_is_shared_evenly_after_the_last_step_too(step: int
 def test_rows_of_another_step_are_noticed(handed_out) -> None:
     with pytest.raises(AssertionError, match="instead of"):
         handed_out(0, of=1, first_step=2)
+
+
+@pytest.fixture
+def made(tiny_config: Callable[..., Any]) -> Callable[..., Batch]:
+    """made(stage, epoch=..., **of TrainConfig) -> a batch of 400 random 8-bit images of that stage at S = 2."""
+
+    def build(stage: str, *, epoch: int = 0, **train: Any) -> Batch:
+        bits = {"depth_upscale": dict(num_given_bits=3, num_bits=5)}.get(stage, dict(num_bits=3))
+        model = tiny_config(stage, image_size=SIDE, scaling_factor=2, **bits)
+        pixels = np.random.default_rng(0).integers(0, 256, (400, SIDE, SIDE, 3), dtype=np.uint8)
+        keys = [f"photo-{number}" for number in range(400)]
+        rows = {"px": pixels, "key": keys, "epoch": np.full(400, epoch)}
+        settings = {"model": model, "train": TrainConfig(**train), "stored_bits": 8, "seed": 0}
+        return ray_train.make_batch(rows, settings, torch.device("cpu"))
+
+    return build
+
+
+@pytest.mark.parametrize("stage", ["first_slice", "size_upscale", "depth_upscale"])
+def test_target_slices_are_drawn_evenly_from_all_meta_positions(stage, made) -> None:
+    """An unbiased estimate needs each of the four as often: 100 of 400, four standard deviations allowed."""
+    index = made(stage).index
+    counts = index.bincount(minlength=4)
+    assert len(counts) == 4 and (counts - 100).abs().max() < 4 * (400 * 3 / 16) ** 0.5
+    assert torch.equal(index, made(stage).index)
+    assert not torch.equal(index, made(stage, epoch=1).index)
+
+
+def test_a_first_slice_network_trains_on_slice_0_0_alone_if_told_so(made) -> None:
+    """Other stages need all slices whatever is set."""
+    assert not made("first_slice", slices="first").index.any()
+    assert len(made("size_upscale", slices="first").index.unique()) == 4
+
+
+def test_a_network_gets_the_bits_that_it_generates_and_those_above_as_given(made) -> None:
+    low, high = made("size_upscale"), made("depth_upscale")
+    assert low.given is None and low.image.max() == 7 and high.image.max() == 31
+    assert torch.equal(high.given, low.image)
+
+
+def test_half_of_the_images_are_flipped_if_told_so(made) -> None:
+    """As whole images, before they are cut into slices, and the given bits with them."""
+    plain, flipped = made("depth_upscale"), made("depth_upscale", horizontal_flip=True)
+    turned = torch.tensor([not torch.equal(a, b) for a, b in zip(plain.image, flipped.image, strict=True)])
+    assert 160 < turned.sum() < 240
+    for whole, other in ((plain.image, flipped.image), (plain.given, flipped.given)):
+        assert torch.equal(other[turned], whole[turned].flip(-1))
+    mirrored = image_to_slices(plain.image, 2)[turned].flip(-1)  # slice (0, 0) of the flipped image was slice (0, 1)
+    assert torch.equal(image_to_slices(flipped.image, 2)[turned][:, 0], mirrored[:, 1])
