@@ -22,6 +22,7 @@ from data_prep.config import DataConfig
 from pipelines.cluster import in_ray_job
 from pipelines.errors import UserError
 from pipelines.experiment import (
+    BatchPlan,
     ExperimentConfig,
     NodeResources,
     StageConfig,
@@ -44,6 +45,7 @@ from pipelines.experiment import (
 __all__ = [
     "PROJECT_ROOT",
     "ExperimentConfig",
+    "BatchPlan",
     "batch_plan",
     "load",
     "nearest",

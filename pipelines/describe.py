@@ -18,6 +18,7 @@ if __name__ == "__main__":  # as a script: the project instead of this folder, w
 
 from pipelines import cli
 from pipelines.config import (
+    BatchPlan,
     ExperimentConfig,
     batch_plan,
     node_resources,
@@ -151,10 +152,7 @@ def as_text(description: dict[str, Any]) -> str:
             f"{memory['weights_and_optimizer_gib']:.2f} + {batch['micro_batch_size']} slices of "
             f"{memory['activations_per_slice_gib']:.3f} ({memory['counted']})"
         )
-        lines.append(
-            f"  batch of {batch['batch_size']} slices = {batch['num_workers']} workers x {batch['micro_batch_size']} "
-            f"slices x {batch['accumulation']} accumulated"
-        )
+        lines.append(f"  {BatchPlan(**batch)}")
         lines.append(
             f"  {cost['num_steps']:,} steps: {cost['training_flops']:.2e} FLOPs, about {_hours(cost['gpu_hours'])} "
             f"GPU-hours, {_hours(cost['gpu_hours'] / batch['num_workers'])} hours on {batch['num_workers']} GPUs"

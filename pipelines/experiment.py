@@ -145,7 +145,7 @@ class ExperimentConfig:
     data: DataConfig
     seed: int = 0
     images: str | None = None  # the user's own, for sample.py and evaluate.py: a file, folder or pattern, path or URI
-    image_bits: int = 8  # bits of their values; below 8 the files hold 0 .. 2^bits - 1
+    image_bits: int | None = None  # of their values: 8, or below 8 files of 0 .. 2^bits - 1; None: 8, unless in doubt
     storage: str | None = None  # folder or URI that holds run folders; None: `resolve_storage`
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -290,6 +290,12 @@ class BatchPlan:
     micro_batch_size: int
     accumulation: int
 
+    def __str__(self) -> str:
+        return (
+            f"batch of {self.batch_size:,} slices = {self.num_workers} worker{'s' if self.num_workers > 1 else ''} x "
+            f"{self.micro_batch_size} slices x {self.accumulation} accumulated"
+        )
+
 
 def batch_plan(train: TrainConfig, num_workers: int, *, key: str = "resources.num_workers") -> BatchPlan:
     """The largest micro-batches within train.micro_batch_size, the rest by accumulation.
@@ -318,8 +324,8 @@ def broken_rules(config: ExperimentConfig) -> Iterator[tuple[tuple[str, ...], st
     c, size = config, config.data.image_size
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", c.name):
         yield ("name",), f"name is {c.name!r}; it becomes a folder: letters, digits, '.', '_' and '-' only"
-    if not 1 <= c.image_bits <= 8:
-        yield ("image_bits",), f"image_bits is {c.image_bits}; it must be from 1 to 8"
+    if c.image_bits is not None and not 1 <= c.image_bits <= 8:
+        yield ("image_bits",), f"image_bits is {c.image_bits}; it must be from 1 to 8, or null"
     if c.sample.use is not None and c.images is None:
         yield ("sample.use",), f"sample.use is {c.sample.use}, but images is not set; images=FILE says of which images"
     if c.seed < 0:

@@ -89,7 +89,7 @@ def for_sampling(config: ExperimentConfig) -> OwnImages:
         what = f"sample.use=size_upscale takes {side}x{side} images: slice (0, 0) of {size}x{size}"
     elif use == "depth_upscale":
         _need_stage(use, "depth_upscale", config)
-        side, bits = size, low if config.image_bits == 8 else config.image_bits
+        side, bits = size, low if config.image_bits in (8, None) else config.image_bits
         if bits not in config.bits[:-1]:
             depths = " or ".join(str(b) for b in (*config.bits[:-1], 8))
             raise UserError(f"image_bits is {config.image_bits}; this chain upscales images of {depths} bits")
@@ -143,9 +143,10 @@ def _num_given(config: ExperimentConfig) -> int:
     return given
 
 
-def _check_bits(image_bits: int, bits: int) -> None:
-    if image_bits not in (8, bits):
-        raise UserError(f"image_bits is {image_bits}; the model takes images of {bits} bits, or of 8 to be reduced")
+def _check_bits(image_bits: int | None, bits: int) -> None:
+    if image_bits not in (8, bits, None):
+        takes = "8 bits" if bits == 8 else f"{bits} bits, or of 8 to be reduced"
+        raise UserError(f"image_bits is {image_bits}; the model takes images of {takes}")
 
 
 def _read(config: ExperimentConfig, *, side: int, what: str, bits: int) -> tuple[tuple[str, ...], np.ndarray]:
@@ -168,19 +169,20 @@ def _read(config: ExperimentConfig, *, side: int, what: str, bits: int) -> tuple
     return tuple(keys), np.stack(values)
 
 
-def _to_depth(name: str, pixels: np.ndarray, *, stored: int, bits: int) -> np.ndarray:
+def _to_depth(name: str, pixels: np.ndarray, *, stored: int | None, bits: int) -> np.ndarray:
+    """stored: bits of the pixels' values; None: not said, so 8, but values that all fit into `bits` are asked about."""
     largest = int(pixels.max())
-    if stored < 8:
+    if stored is not None and stored < 8:
         if largest >= 2**stored:
             raise UserError(
                 f"images: {name} holds a value of {largest}; image_bits={stored} means 0 to {2**stored - 1}, "
                 "image_bits=8 means 0 to 255, of which the high bits are taken"
             )
         return pixels
-    if bits < 8 and 0 < largest < 2**bits:
+    if stored is None and bits < 8 and 0 < largest < 2**bits:
         raise UserError(
-            f"images: {name} holds no value above {largest}, so that its {bits} high bits are all 0; if its values are "
-            f"of {bits} bits, say image_bits={bits}"
+            f"images: {name} holds no value above {largest}; if its values are of {bits} bits, say image_bits={bits}; "
+            "if it is so dark an image of 8 bits, image_bits=8"
         )
     return images.low_depth(pixels, bits)
 

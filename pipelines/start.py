@@ -14,7 +14,7 @@ from pipelines import cluster, dag, garbage, mlflow_uri, progress, status
 from pipelines import plan as planning
 from pipelines.attempts import ERROR
 from pipelines.chunk_size import largest_gpu_bytes, refusal
-from pipelines.config import ExperimentConfig, resolve_storage, stage_model_config, to_yaml
+from pipelines.config import BatchPlan, ExperimentConfig, resolve_storage, stage_model_config, to_yaml
 from pipelines.errors import UserError
 from pipelines.git import git_commit
 from pipelines.ledger import Ledger
@@ -61,7 +61,9 @@ def start(
         print(own.describe(num_draws=config.sample.num_draws))
     if dry_run:
         holder = Lock(store).holder()
-        print("\n".join([*([f"in use by {described(holder)}"] if holder else []), *plan.lines()]))
+        if holder:
+            print(f"in use by {described(holder)}")
+        _print_plan(plan)
         return DONE
     session = cluster.connect(num_cpus=config.resources.num_cpus, num_gpus=config.resources.num_gpus)
     try:
@@ -72,7 +74,7 @@ def start(
             if own is None:  # the run folder's config stays that of its pipeline
                 claim_run_folder(store, name=config.name, config_yaml=mask_uris(to_yaml(config)))
             plan = dag.plan(nodes, store, **chosen)  # as it is now that nobody else writes
-            print("\n".join(plan.lines()), flush=True)
+            _print_plan(plan)
             report, uri = _run(plan, config, session, store, lock)
             return _say_how_it_ended(report, store, tracking_uri=uri, whole=not only)
     finally:
@@ -110,6 +112,15 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
     what = f"{count} attempt{'' if count == 1 else 's'}, {size:,} bytes"
     print(f"deleted: {what}" if delete else f"to be deleted by --gc --yes: {what}")
     return DONE
+
+
+def _print_plan(plan: dag.Plan) -> None:
+    """How the networks that are to be trained come to their batches, then what happens to each node."""
+    for name in plan.will_run:
+        batch = plan[name].node.options.get("plan")
+        if isinstance(batch, BatchPlan):
+            print(f"{name}: {batch}")
+    print("\n".join(plan.lines()), flush=True)
 
 
 def _check_batch(plan: dag.Plan, config: ExperimentConfig) -> None:

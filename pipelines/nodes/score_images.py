@@ -30,7 +30,9 @@ def run(context: NodeContext) -> NodeResult:
         values = torch.from_numpy(own.values[start : start + batch].copy()).to(device).permute(0, 3, 1, 2).long()
         for stage, nats in chain_nats(models, values << (8 - own.num_bits)).items():
             columns[stage] += [bits_per_dim(n, num_images=1, image_size=size) for n in nats.tolist()]
-        context.progress.update(min(start + batch, len(own.keys)), len(own.keys), unit="images")
+        done = min(start + batch, len(own.keys))
+        note = f"{sum(map(sum, columns.values())) / done:.3f} bits/dim"
+        context.progress.update(done, len(own.keys), unit="images", note=note)
     total = [sum(parts) for parts in zip(*columns.values(), strict=True)]
     table = pa.table({"key": list(own.keys), **columns, "total": total})
     buffers = {TABLE: pa.BufferOutputStream(), CSV: pa.BufferOutputStream()}

@@ -173,6 +173,7 @@ def test_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     total = described("imagenet128")["size_upscale"]["parameters"]["total"]
     assert f"size_upscale: {total:,} parameters (paper: ~250M)" in text
+    assert "batch of 2,048 slices = 8 workers x 64 slices x 4 accumulated" in text
 
 
 def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

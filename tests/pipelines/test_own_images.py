@@ -166,6 +166,12 @@ WRONG = {
         ("sample.use=size_upscale", "image_bits=5"),
         "image_bits is 5; the model takes images of 3 bits, or of 8 to be reduced",
     ),
+    "low-bit files for a model of 8 bits": (
+        "evaluate",
+        16,
+        ("image_bits=3",),
+        "image_bits is 3; the model takes images of 8 bits\n",
+    ),
     "values beyond the depth": (
         "sample",
         16,
@@ -261,10 +267,13 @@ def test_files_that_are_no_images_or_not_there(tmp_path):
 
 
 def test_dark_images_and_low_bit_files_are_not_confused(tmp_path):
-    """Values of 0 .. 7 read as 8 bits would all become 0: asked back instead; a black image is a black image."""
+    """Values of 0 .. 7 read as 8 bits may all become 0: asked back, and either answer is taken; black is black."""
     file = save(tmp_path / "a.png", photo(16, high=8))
-    with pytest.raises(UserError, match="say image_bits=3"):
+    with pytest.raises(UserError, match="say image_bits=3; if it is so dark an image of 8 bits, image_bits=8"):
         own_images.for_sampling(config(file, "sample.use=depth_upscale"))
+    for image_bits, expected in ((3, photo(16, high=8)), (8, photo(16, high=8) >> 5)):
+        own = own_images.for_sampling(config(file, "sample.use=depth_upscale", f"image_bits={image_bits}"))
+        assert np.array_equal(own.values[0], expected)
     black = save(tmp_path / "b.png", np.zeros((16, 16, 3), np.uint8))
     assert not own_images.for_sampling(config(black, "sample.use=depth_upscale")).values.any()
 
