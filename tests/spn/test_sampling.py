@@ -22,6 +22,7 @@ from spn.ordering import image_to_slices, slices_to_image
 from spn.sampling import rows_to_sample, sample_chain, sample_slice_slowly, sample_stage, uniforms
 
 UNEVEN = dict(num_layers=3, conv_channels=7, residual_channels=11, num_attn_layers=1, num_attn_heads=3)
+DECODERS = {"paper": UNEVEN, "modern": dict(UNEVEN, recipe="modern")}
 
 
 # ---- the fast sampler is the slow one ------------------------------------------------------------------------------
@@ -45,9 +46,9 @@ def sample_stage_slowly(
     return slices[:, 0] if config.stage == "first_slice" else slices_to_image(slices, config.scaling_factor)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_same_samples_as_the_slow_sampler_in_float32(small_case, temperature, stage_network, random_values):
-    model = stage_network(small_case, seed=8, decoder=UNEVEN).float()
+@pytest.mark.parametrize(("recipe", "temperature"), [("paper", 1.0), ("paper", 0.7), ("modern", 1.0)])
+def test_same_samples_as_the_slow_sampler_in_float32(small_case, recipe, temperature, stage_network, random_values):
+    model = stage_network(small_case, seed=8, decoder=DECODERS[recipe]).float()
     config, size = model.config, model.config.image_size
     uniform = uniforms(11, stage=config.stage, images=range(6), image_size=size)
     given = random_values(1, config.num_given_bits, 6, 3, size, size) if config.num_given_bits else None
