@@ -47,7 +47,10 @@ def test_every_preset_builds_and_its_parts_add_up(name: str) -> None:
         ("celebahq256", (), "depth_upscale", 50),
         ("imagenet128", (), "first_slice", 150),
         ("imagenet64", ("stages=[size_upscale]", "bits=[8]"), "size_upscale", 150),
+        ("imagenet32", ("stages=[size_upscale]", "scaling_factor=2"), "size_upscale", 150),  # slices of 16x16
+        ("imagenet32", ("stages=[size_upscale]", "scaling_factor=4"), "size_upscale", 150),  # slices of 8x8
         ("celebahq256", ("stages=[size_upscale]", "bits=[5]"), "size_upscale", 50),
+        ("celebahq256", ("stages=[size_upscale]", "bits=[3]"), "size_upscale", 50),
     ],
 )
 def test_parameters_are_the_papers(name: str, overrides: tuple[str, ...], stage: str, millions: int) -> None:
