@@ -55,6 +55,7 @@ LOST = {
     "training worker": WorkerGroupError("x", {0: RuntimeError("other"), 1: DEAD}),
     "peer of a training worker": WorkerGroupError("x", {0: PEER}),
     "training worker and its peers": WorkerGroupError("x", {0: PEER, 1: DEAD, 2: PEER}),
+    "memory of a training worker": WorkerGroupError("x", {0: WorkerHealthCheckFailedError("", OutOfMemoryError("x"))}),
     "training group": ControllerError(WorkerGroupStartupTimeoutError(2)),
     "reading": from_task(UserCodeException("OSError: " + S3 + "NETWORK_CONNECTION")),
 }
