@@ -78,12 +78,6 @@ class Lock:
         holder = self._read()
         return None if holder is None or self._is_stale(holder) else holder
 
-    def check_free(self) -> None:
-        """Raises UserError if a living start holds the lock. Takes nothing: another may be faster than `acquire`."""
-        holder = self.holder()
-        if holder is not None:
-            raise UserError(_refusal(self.store, holder))
-
     def _create_file(self) -> None:
         path = self.store.local(self.file)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +90,7 @@ class Lock:
             with os.fdopen(handle, "wb") as stream:
                 stream.write(self._content())
             return
-        raise UserError(_refusal(self.store, self._read() or {}))
+        raise UserError(refusal_to_share(self.store, self._read() or {}))
 
     def _evict_if_stale(self) -> None:
         """Removes a dead start's lock file, or raises UserError. Only one of several rivals gets to remove it."""
@@ -104,7 +98,7 @@ class Lock:
         if holder is None:
             return
         if not self._is_dead(holder):
-            raise UserError(_refusal(self.store, holder))
+            raise UserError(refusal_to_share(self.store, holder))
         path = self.store.local(self.file)
         aside = path.with_name(f"{path.name}.{self._token}")
         try:
@@ -122,12 +116,12 @@ class Lock:
     def _take_lease(self) -> None:
         holder = self._read()
         if holder is not None and not self._is_dead(holder):
-            raise UserError(_refusal(self.store, holder))
+            raise UserError(refusal_to_share(self.store, holder))
         self.store.write_bytes(self.file, self._content())
         time.sleep(self.settle_sec)
         holder = self._read() or {}
         if holder.get("token") != self._token:
-            raise UserError(_refusal(self.store, holder))
+            raise UserError(refusal_to_share(self.store, holder))
 
     def _beat(self) -> None:
         while not self._stop.wait(self.heartbeat_sec):
@@ -192,5 +186,5 @@ def described(holder: dict) -> str:
     return f"process {holder['pid']} on {holder.get('host', 'an unknown host')} since {since}"
 
 
-def _refusal(store: Store, holder: dict) -> str:
+def refusal_to_share(store: Store, holder: dict) -> str:
     return f"{store.uri} is in use by {described(holder)}; wait for it to end, or stop it"

@@ -18,7 +18,7 @@ from pipelines.config import BatchPlan, ExperimentConfig, resolve_storage, stage
 from pipelines.errors import UserError
 from pipelines.git import git_commit
 from pipelines.ledger import Ledger
-from pipelines.lock import Lock, described
+from pipelines.lock import Lock, described, refusal_to_share
 from pipelines.masking import mask_uris
 from pipelines.storage import Store, check_run_folder, claim_run_folder, join, open_store
 
@@ -52,15 +52,15 @@ def start(
     names = pipeline.node_names(config) if own is None else own.node_names
     planning.check_names(names, **chosen)
     nodes = pipeline.nodes(config, own=own)
-    plan = dag.plan(nodes, store, **chosen)
-    if not dry_run:
-        Lock(store).check_free()  # at once: Ray takes a while to start, and memory from the start that is running
+    with _reading(store):
+        plan, holder = dag.plan(nodes, store, **chosen), Lock(store).holder()
+    if holder and not dry_run:  # at once: Ray takes a while to start, and memory from the start that is running
+        raise UserError(refusal_to_share(store, holder))
     print(to_yaml(config))
     print(f"run folder: {store.uri}")
     if own is not None:
         print(own.describe(num_draws=config.sample.num_draws))
     if dry_run:
-        holder = Lock(store).holder()
         if holder:
             print(f"in use by {described(holder)}")
         _print_plan(plan)
@@ -86,7 +86,9 @@ def show_status(config: ExperimentConfig) -> int:
     from pipelines import pipeline
 
     store = _run_folder(config)
-    table = status.lines(dag.plan(pipeline.nodes(config), store))
+    nodes = pipeline.nodes(config)
+    with _reading(store):
+        table = status.lines(dag.plan(nodes, store))
     print("\n".join([f"run folder: {store.uri}", *table]))
     return DONE
 
@@ -101,8 +103,9 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
     store = _run_folder(config)
     nodes = pipeline.nodes(config)
     with _locked(store) if delete and store.list("nodes") else contextlib.nullcontext():
-        holder = None if delete else Lock(store).holder()
-        found = garbage.find(dag.plan(nodes, store), holder=holder)
+        with _reading(store):
+            holder = None if delete else Lock(store).holder()
+            found = garbage.find(dag.plan(nodes, store), holder=holder)
         print(f"run folder: {store.uri}")
         for each in found:
             print(each.line)
@@ -142,11 +145,17 @@ def _check_batch(plan: dag.Plan, config: ExperimentConfig) -> None:
 def _run_folder(config: ExperimentConfig) -> Store:
     """Raises UserError when it cannot be read or is another config's."""
     store = open_store(join(resolve_storage(config), config.name))
-    try:
+    with _reading(store):
         check_run_folder(store, name=config.name)
+    return store
+
+
+@contextlib.contextmanager
+def _reading(store: Store) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(f"cannot read the run folder {store.uri}: {error.strerror or error}") from error
-    return store
 
 
 @contextlib.contextmanager

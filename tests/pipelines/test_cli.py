@@ -160,6 +160,15 @@ def test_a_run_folder_in_use_is_refused_before_ray_starts(
     assert "in use" not in command(full_multidim.main, "--dry-run")[1]
 
 
+@pytest.mark.parametrize("arguments", [(), ("--dry-run",), ("--status",), ("--gc",)], ids=str)
+def test_run_folder_that_cannot_be_read(arguments: tuple[str, ...], command: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "debug"
+    (folder / "run.lock").mkdir(parents=True)
+    code, out, err = command(full_multidim.main, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: cannot read the run folder {folder}: ") and "run.lock" in err
+
+
 def test_data_set_id_of_another_source(command: Command) -> None:
     for looks in ([], ["--status"]):
         code, out, err = command(full_multidim.main, "data.dataset=imagenet_oord", *looks)
