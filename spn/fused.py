@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -32,9 +33,14 @@ with contextlib.suppress(ModuleNotFoundError):  # it comes with torch for GPUs; 
 
 EPS = 1e-6  # of every norm in layers.py and modern.py
 ALIGN = 16  # channels
-PARTS = 16  # of an attention, at most
 LARGE = 128  # images a batch from which tiles are filled
 BUSY = 100  # tiles that an H100's 132 multiprocessors are busy with
+ATTENDING = 400  # programs of `attend` that they are busy with
+PARTS = 8  # of an attention, at most; a power of two
+STAGES_SMALL, STAGES_LARGE, STAGES_ATTEND = 5, 4, 3  # loads on their way: of small tiles, of large ones, of positions
+ASK = True  # for weights, keys and values, before the kernels ahead have ended
+ASKED_BYTES = 16 * 2**20  # of keys and values of a layer: what the L2 cache has room for beside weights
+COMPILE_SIDE_BY_SIDE = True
 
 
 def _padded(num_channels: int) -> int:
@@ -128,6 +134,7 @@ class FusedDecoder:
         self.width = self.heads * self.head_dim
         self.modern = config.decoder.recipe == "modern"
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.compiling = False
         self.overlap = overlap and self.device.type == "cuda"  # a kernel's launch with the end of the one before
         with torch.no_grad():
             self._pack(model)
@@ -226,18 +233,20 @@ class FusedDecoder:
             inputs[i, :, :, 1 : i + 1] = reads.view(self.inputs, i, 3, conv).transpose(1, 2)
             current[i, :, :, 1 : i + 1] = (layer.current @ reads).view(self.gate, i, 3, conv).transpose(1, 2)
             inputs_bias[i] = layer.down @ biases[i - 1] + layer.down_bias
-        by_group = current.view(n, 3, 2 * conv, *shape)
-        self.fold_own = [
-            [self._own(by_group[i, g, :, g, 1 : i + 1].flatten(1)) for i in range(n)] for g in range(3)
-        ]  # [2 P, i P]: from the layers below, within a group
-        self.fold_later = [self._own(by_group[:, g + 1 :, :, g].flatten(1, 2).flatten(2)) for g in range(2)]
         self.fold_inputs = self._own(inputs.flatten(2))  # [L, 3 P, 3 (1 + L) P]
         self.fold_inputs_bias = inputs_bias.float().contiguous()
         to_stream = ups.new_zeros(3 * stream, *shape)
         to_stream[:, :, 1:] = ups.view(3 * stream, n, 3, conv).transpose(1, 2)
-        self.fold_stream = [
-            self._own(to_stream[g * stream : (g + 1) * stream, : g + 1].flatten(1)) for g in range(3)
-        ]  # [R, (g + 1) (1 + L) P]
+        current, to_stream = current.view(n, 3, 2 * conv, *shape), to_stream.view(3, stream, *shape)
+
+        def steps(group: int, source: int) -> Tensor:
+            """Rows of all that one activation adds to, in the order of kernels.step: [rows, P]."""
+            if source == 0:
+                return current[:1, group + 1 :, :, group, 0].flatten(0, 2)
+            gates = current[source:, group:, :, group, source].flatten(0, 2)
+            return torch.cat([gates, to_stream[group:, :, group, source].flatten(0, 1)])
+
+        self.fold_steps = [[self._own(steps(group, source)) for source in range(n + 1)] for group in range(3)]
         self.fold_stream_bias = biases[-1].float().view(3, stream).contiguous()
         return torch.stack([layer.current @ inputs_bias[i] for i, layer in enumerate(layers)])
 
@@ -278,8 +287,10 @@ class FusedDecoder:
         self.above = own(batch, 2, size + 2, layers, self.inputs)
         self.rows = own(batch, size, layers, self.inputs)  # what each layer reads at each pixel of this row
         self.from_above = zeros(batch, size, layers, self.gate)
-        self.base = zeros(batch, layers, self.gate)
-        self.step = zeros(batch, self.num_values)
+        streams = 0 if self.modern else 3 * self.stream
+        self.sums = zeros(batch, layers * self.gate + streams)  # of a pixel's gates, then of its stream
+        self.base = self.sums[:, : layers * self.gate].view(batch, layers, self.gate)
+        self.scores = zeros(batch, self.num_values)
         if self.modern:
             self.hidden = own(batch, layers, self.inputs)
             self.streams = zeros(layers, batch, 3 * self.stream)
@@ -293,8 +304,19 @@ class FusedDecoder:
 
     # ---- kernels ----------------------------------------------------------------------------------------------
 
+    def _run(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        """Launches a kernel; while compiling, only has it compiled."""
+        if self.compiling:
+            kernel.warmup(*arguments, grid=grid, **options)
+        else:
+            kernel[grid](*arguments, **options)
+
     def _launch(self) -> dict[str, Any]:
         return dict(PDL=True, launch_pdl=True) if self.overlap else dict(PDL=False)
+
+    def _ahead(self) -> dict[str, Any]:
+        """Of kernels that ask for what they will read, too."""
+        return dict(ASK=ASK and self.overlap, **self._launch())
 
     def _tiles(self, n: int, *, stacks: int = 1, halves: int = 1) -> tuple[tuple[int, int, int], dict[str, Any]]:
         """Grid and tile of a product with n outputs of one or two halves: the largest that keeps the GPU busy."""
@@ -308,8 +330,8 @@ class FusedDecoder:
         split = 1 if large else 4
         inputs = 64 if self.dtype == torch.float32 else 128 if block_m * block_n > 512 else 256  # at once
         blocks = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=inputs // split, SPLIT=split)
-        stages = 5 if block_m * block_n <= 512 else 4  # loads on their way
-        return (tiles_m, tiles_n, stacks), {**blocks, "num_warps": 4, "num_stages": stages, **self._launch()}
+        stages = STAGES_SMALL if block_m * block_n <= 512 else STAGES_LARGE
+        return (tiles_m, tiles_n, stacks), {**blocks, "num_warps": 4, "num_stages": stages, **self._ahead()}
 
     def _product(
         self,
@@ -324,17 +346,17 @@ class FusedDecoder:
         norm: int = 0,
         counts: list[int] | None = None,
         segments: int = 1,
-        relu: bool = False,
         gate: int = 0,
         copy: Tensor | None = None,
     ) -> None:
         """kernels.product on views: rows are images, their last axes contiguous; segments lie `length` apart."""
         grid, blocks = self._tiles(n, halves=2 if gate else 1)
         counts = (counts or []) + [1, 1, 1]
-        kernels.product[grid[:2]](
+        self._run(
+            kernels.product, grid[:2],
             x, x.stride(0), length, weight, weight.stride(0), length, bias, base, 0 if base is None else base.stride(0),
             out, out.stride(0), copy, self.batch, n, length, *counts[:3], EPS,
-            SEGMENTS=segments, NORM=norm, RELU=relu, GATE=gate,
+            SEGMENTS=segments, NORM=norm, GATE=gate,
             HAS_BIAS=bias is not None, HAS_BASE=base is not None, HAS_COPY=copy is not None, **blocks,
         )  # fmt: skip
 
@@ -362,11 +384,14 @@ class FusedDecoder:
         turns = self.turns if self.modern else self.x
         programs = self.batch * self.heads
         # Programs of which each has much on its way; else more of them, each with a part of the positions.
-        parts = min(PARTS, triton.next_power_of_2(triton.cdiv(4 * BUSY, programs)))
-        kernels.attend[(programs, parts)](
+        parts = min(PARTS, triton.next_power_of_2(triton.cdiv(ATTENDING, programs)))
+        asked = ASKED_BYTES // (2 * programs * parts * self.head_dim * self.keys.element_size())
+        self._run(
+            kernels.attend, (programs, parts),
             self.qkv, self.keys[number], self.values[number], turns, self.attended, self.parts, self.counters,
             self.row, column, self.size, self.heads, self.head_dim, self.size * self.size, self.head_dim**-0.5, EPS,
-            ROTARY=self.modern, STAGES=3, PARTS=parts, BLOCK_T=32, BLOCK_D=self.block_d, num_warps=4, **self._launch(),
+            asked, ROTARY=self.modern, STAGES=STAGES_ATTEND, PARTS=parts, BLOCK_T=32, BLOCK_D=self.block_d,
+            num_warps=4, **self._ahead(),
         )  # fmt: skip
 
     def _attention_layer(self, number: int, column: int) -> None:
@@ -385,11 +410,13 @@ class FusedDecoder:
         block_m = 64 if self.batch >= LARGE else 16
         tiles, rows = triton.cdiv(self.batch, block_m), weights["rows"].shape[1]
         block_r = 64 if self.dtype == torch.bfloat16 else 16
-        parts = min(PARTS, triton.cdiv(rows, block_r), triton.next_power_of_2(triton.cdiv(BUSY, tiles * self.heads)))
-        kernels.remember[(tiles, self.heads, parts)](
+        blocks, wanted = triton.cdiv(rows, block_r), triton.cdiv(BUSY, tiles * self.heads)
+        parts = min(PARTS, triton.next_power_of_2(blocks), triton.next_power_of_2(wanted))
+        self._run(
+            kernels.remember, (tiles, self.heads, parts),
             self.query, weights["rows"], weights["values"], self.attended, self.parts, self.counters,
             self.batch, self.heads, self.head_dim, rows, PARTS=parts, BLOCK_M=block_m, BLOCK_R=block_r,
-            BLOCK_D=self.block_d, num_warps=4, num_stages=2, **self._launch(),
+            BLOCK_D=self.block_d, num_warps=4, num_stages=2, **self._ahead(),
         )  # fmt: skip
         self._product(self.attended, weights["memory_out"], x, width, length=width, base=x, copy=half)
 
@@ -397,7 +424,8 @@ class FusedDecoder:
         grid, blocks = self._tiles(self.width)
         modern, window = self.modern, self.window
         units = 3 * self.units
-        kernels.begin_pixel[grid[:2]](
+        self._run(
+            kernels.begin_pixel, grid[:2],
             self.previous, self.project, self.project_bias, self.x if modern else self.timing, window,
             self.stem if modern else self.x, self.x, self.half, self.row, column, self.size,
             self.batch, self.width, units, window.stride(0), window.stride(1), STEM_COLUMNS * units, STEM_ROWS,
@@ -408,9 +436,11 @@ class FusedDecoder:
         grid, blocks = self._tiles(self.gate, stacks=self.num_layers)
         norm = int(kernels.RMS_NORM if modern else kernels.LAYER_NORM)
         left, above = self.rows[:, max(column - 1, 0)], self.from_above[:, column]
-        kernels.gates[grid](
+        self._run(
+            kernels.gates, grid,
             self.half, self.gate_attention, left, left.stride(0), self.gate_left, above, above.stride(0), self.base,
-            self.batch, self.width, self.inputs, self.gate, EPS, NORM=norm, HAS_LEFT=column > 0, **blocks,
+            self.base.stride(0), self.batch, self.width, self.inputs, self.gate, EPS,
+            NORM=norm, HAS_LEFT=column > 0, **blocks,
         )  # fmt: skip
         if modern:
             self._product(
@@ -422,38 +452,41 @@ class FusedDecoder:
         (self._channel_by_layer if self.modern else self._channel_folded)(column, channel)
         if self.top_p is not None and self.top_p < 1:
             row = self.uniform.index_select(2, self.row)[:, channel, 0, column]
-            self._draw(pick(self.step, row, self.temperature, self.top_p), column, channel)
+            self._draw(pick(self.scores, row, self.temperature, self.top_p), column, channel)
         else:
-            self._draw(self.step, column, channel)
+            self._draw(self.scores, column, channel)
 
     def _channel_folded(self, column: int, channel: int) -> None:
-        """The paper's layers: logits of one channel from the activations of the groups up to its own."""
-        conv, stream, layers = self.conv, self.stream, self.num_layers
-        activations = self.activations
-        base = self.base.view(self.batch, layers, 3, 2 * conv)
-        if channel:
-            weight = self.fold_later[channel - 1]  # [L, later groups * 2 P, (1 + L) P]
-            n = weight.shape[1]
-            out = base[:, :, channel:]
-            grid, blocks = self._tiles(n, stacks=layers)
-            kernels.stacked[grid](
-                activations[:, channel - 1], activations.stride(0), 0, 0,
-                weight, weight.stride(1), 0, weight.stride(0), weight, 0,
-                out, out.stride(0), out.stride(1), self.batch, n, conv, conv,
-                SEGMENTS=1, HAS_BIAS=False, ADD=True, **blocks,
-            )  # fmt: skip
-        for i, weight in enumerate(self.fold_own[channel]):
-            self._product(
-                activations[:, channel, 1], weight, activations[:, channel, i + 1], conv,
-                length=i * conv, base=base[:, i, channel], gate=int(kernels.TANH_SIGMOID),
-            )  # fmt: skip
+        """The paper's layers: each adds to all that is still to come, and the one after it can be squashed."""
+        layers, stream, activations = self.num_layers, self.stream, self.activations
+        for i in range(layers):
+            # The first layer waits for the channel before it, a later one for the layer before.
+            source = (channel, i) if i else (channel - 1, 0) if channel else None
+            num_blocks = 1 if source is None else (3 - channel) * (layers - i if i else 1)
+            self._step(source, activations[:, channel, i + 1], first=i, low=channel, num_blocks=num_blocks)
+        features = self.features[:, channel * stream :]
+        self._step((channel, layers), features, first=layers, low=channel, num_blocks=0)
         self._product(
-            activations, self.fold_stream[channel], self.features[:, channel * stream :], stream,
-            length=(channel + 1) * (layers + 1) * conv, bias=self.fold_stream_bias[channel], relu=True,
-        )  # fmt: skip
-        self._product(
-            self.features, self.head[channel], self.step, self.num_values,
+            self.features, self.head[channel], self.scores, self.num_values,
             length=(channel + 1) * stream, bias=self.head_bias[channel],
+        )  # fmt: skip
+
+    def _step(self, source: tuple[int, int] | None, out: Tensor, *, first: int, low: int, num_blocks: int) -> None:
+        """kernels.step from the activation `source` (group, number); None: there is nothing to add, only to squash."""
+        conv, stream, batch = self.conv, self.stream, self.batch
+        group, number = source or (0, 0)
+        x, length = self.activations[:, group, number], conv if source else 0
+        weight, bias = self.fold_steps[group][number], self.fold_stream_bias[low]
+        block_m, block_n = (64, 64 if conv % 32 == 0 else 32) if batch >= LARGE else (16, 32)
+        tiles = num_blocks * triton.cdiv(conv, block_n // 2)
+        if number:
+            tiles += (3 - low) * triton.cdiv(stream, block_n)
+        self._run(
+            kernels.step, (triton.cdiv(batch, block_m), tiles),
+            x, x.stride(0), weight, self.sums, self.sums.stride(0), bias, out, out.stride(0),
+            batch, length, conv, stream, self.num_layers * self.gate, num_blocks, 3 - low, first, low,
+            LAST=num_blocks == 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=triton.next_power_of_2(conv),
+            num_warps=4, num_stages=1, **self._launch(),
         )  # fmt: skip
 
     def _channel_by_layer(self, column: int, channel: int) -> None:
@@ -479,18 +512,19 @@ class FusedDecoder:
                 length=(channel + 1) * conv, bias=self.up_bias[i][own], base=before[:, own],
             )  # fmt: skip
         self._product(
-            self.streams[-1], self.head[channel], self.step, self.num_values, bias=self.head_bias[channel], **normed
+            self.streams[-1], self.head[channel], self.scores, self.num_values, bias=self.head_bias[channel], **normed
         )
 
     def _draw(self, logits: Tensor, column: int, channel: int) -> None:
         pixel = self.rows[:, column, 0, channel * self.conv :] if self.modern else self.activations[:, channel, 0]
         window = self.window
-        kernels.draw[(self.batch,)](
+        self._run(
+            kernels.draw, (self.batch,),
             logits, self.uniform, self.known, self.known_rows, self.table, self.target, pixel, pixel.stride(0),
             self.previous, window, self.target if self.logits is None else self.logits,
             self.row, column, self.size, self.size, channel, self.num_values, self.units, self.temperature,
             window.stride(0), window.stride(1), STEM_ROWS, STEM_COLUMNS // 2,
-            STEM=self.modern, CHOSEN=logits is not self.step, RECORD=self.logits is not None,
+            STEM=self.modern, CHOSEN=logits is not self.scores, RECORD=self.logits is not None,
             BLOCK_V=triton.next_power_of_2(self.num_values), BLOCK_UNITS=triton.next_power_of_2(self.units),
             num_warps=1, **self._launch(),
         )  # fmt: skip
@@ -501,26 +535,41 @@ class FusedDecoder:
             return  # written on the way
         weight, out = self.fold_inputs, self.rows[:, column]
         grid, blocks = self._tiles(self.inputs, stacks=self.num_layers)
-        kernels.stacked[grid](
-            self.activations, self.activations.stride(0), self.activations.stride(1), 0,
-            weight, weight.stride(1), (self.num_layers + 1) * self.conv, weight.stride(0),
-            self.fold_inputs_bias, self.inputs, out, out.stride(0), out.stride(1),
-            self.batch, self.inputs, self.conv, self.conv, SEGMENTS=3, HAS_BIAS=True, ADD=False, **blocks,
+        self._run(
+            kernels.stacked, grid,
+            self.activations, self.activations.stride(0), self.activations.stride(1),
+            weight, weight.stride(1), (self.num_layers + 1) * self.conv, weight.stride(0), self.fold_inputs_bias,
+            out, out.stride(0), out.stride(1), self.batch, self.inputs, self.conv, SEGMENTS=3, **blocks,
         )  # fmt: skip
+
+    def _decode_pixel(self, column: int) -> None:
+        self._start_pixel(column)
+        for channel in range(3):
+            self._channel(column, channel)
+        self._end_pixel(column)
 
     def _decode_row(self) -> None:
         self.start_row()
         for column in range(self.size):
-            self._start_pixel(column)
-            for channel in range(3):
-                self._channel(column, channel)
-            self._end_pixel(column)
+            self._decode_pixel(column)
         self._end_row()
 
     # ---- slices -----------------------------------------------------------------------------------------------
 
+    def _compile(self) -> None:
+        """All kernels of a row side by side: one after the other takes most of the time until the first slice."""
+        self.compiling = True
+        try:
+            with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
+                for column in range(min(2, self.size)):  # of the first one nothing is to the left
+                    self._decode_pixel(column)
+        finally:
+            self.compiling = False
+
     def _record_graph(self) -> None:
-        """Runs one row to compile its kernels, then records it."""
+        """Compiles the kernels of a row, runs it once for what torch prepares, then records it."""
+        if COMPILE_SIDE_BY_SIDE and hasattr(triton, "AsyncCompileMode"):  # Triton 3.4 and later
+            self._compile()
         self._reset()
         self._decode_row()
         torch.cuda.synchronize(self.device)
@@ -531,6 +580,8 @@ class FusedDecoder:
     def _reset(self) -> None:
         for state in (self.row, self.above, self.previous, self.window):
             state.zero_()
+        if not self.modern:
+            self.sums[:, self.num_layers * self.gate :] = self.fold_stream_bias.flatten()
 
     @torch.no_grad()
     def __call__(self, context: Tensor | None, draws: Draws, *, on_row: Callable[[], None] | None = None) -> Tensor:

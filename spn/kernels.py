@@ -2,6 +2,10 @@
 
 Sums are float32; weights, caches and what only products read are of one type, float32 or bfloat16.
 Weights lie as [out, in], so that a tile is read along its contiguous axis. B batch, T positions of a slice.
+
+With PDL (programmatic dependent launch) a program is there before the kernels ahead of it end. Until `_wait` it may
+read only what no kernel of a row writes: weights, biases, uniform numbers, given values, the number of the row. What it
+will read afterwards it asks into the L2 cache, which all programs share: what is written there since is right, too.
 """
 
 from __future__ import annotations
@@ -40,6 +44,44 @@ def _wait(PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def _ask(address, num_bytes):
+    """Asks for `num_bytes` from each address into the L2 cache; nothing waits for them. Of 0 or less: for nothing."""
+    address = address.to(tl.int64)
+    start = address & -16  # of the instruction: addresses and sizes are multiples of 16
+    size = tl.where(num_bytes > 0, (address - start + num_bytes + 15) & -16, 0).to(tl.int32)
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred some;
+            setp.gt.s32 some, $2, 0;
+            @some cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [start, size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _ask_range(start, num_elements, LANES: tl.constexpr):
+    """The same for elements in a row; each of LANES threads asks for a share."""
+    width: tl.constexpr = start.dtype.element_ty.primitive_bitwidth // 8
+    share = tl.cdiv(num_elements, LANES * 64) * 64
+    first = tl.arange(0, LANES) * share
+    _ask(start + first, tl.minimum(num_elements - first, share) * width)
+
+
+@triton.jit
+def _ask_tile(weight, column_at, is_column, length, COLUMNS: tl.constexpr):
+    """The same for `length` inputs of a tile's columns: each of 128 threads asks for a piece of a column."""
+    PIECES: tl.constexpr = 128 // COLUMNS
+    width: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+    share = tl.cdiv(length, PIECES * 64) * 64
+    first = tl.arange(0, PIECES)[:, None] * share
+    here = is_column & (tl.program_id(0) == 0)  # once for all tiles of images
+    size = tl.where(here[None, :], tl.minimum(length - first, share) * width, 0)
+    _ask(weight + column_at[None, :] + first, size)
 
 
 @triton.jit
@@ -93,11 +135,11 @@ def _multiply(
 def product(
     x, x_stride, x_segment, weight, weight_stride, weight_segment, bias, base, base_stride, out, out_stride, copy,
     batch, n, length, count_0, count_1, count_2, eps,
-    SEGMENTS: tl.constexpr, NORM: tl.constexpr, RELU: tl.constexpr, GATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_COPY: tl.constexpr, PDL: tl.constexpr,
+    SEGMENTS: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_COPY: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [B, n] = base + norm(x) W^T + bias, then ReLU; or, gated, one half of that squashed by the other.
+    """out [B, n] = base + norm(x) W^T + bias; or, gated, one half of that squashed by the other.
 
     x and W are read in SEGMENTS pieces of `length`, each normed by itself (RGB groups of recipe modern). A gate's tile
     has BLOCK_N / 2 columns of either half. copy: the same in the type that the next product reads.
@@ -113,6 +155,11 @@ def product(
     is_row, is_column = rows < batch, place < n
     rows_64, columns_64 = rows.to(tl.int64), columns.to(tl.int64)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if ASK:
+        for segment in tl.static_range(SEGMENTS):
+            _ask_tile(weight + segment * weight_segment, columns_64 * weight_stride, is_column, length, BLOCK_N)
+    if HAS_BIAS:
+        acc += tl.load(bias + columns, mask=is_column, other=0.0)[None, :]
     _wait(PDL)
     for segment in tl.static_range(SEGMENTS):
         part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -132,13 +179,9 @@ def product(
             scale = _norm_scale(total, squares, count, eps, NORM)
             part *= scale[:, None]
         acc += part
-    if HAS_BIAS:
-        acc += tl.load(bias + columns, mask=is_column, other=0.0)[None, :]
     if HAS_BASE:
         at = rows_64[:, None] * base_stride + columns[None, :]
         acc += tl.load(base + at, mask=is_row[:, None] & is_column[None, :], other=0.0).to(tl.float32)
-    if RELU:
-        acc = tl.maximum(acc, 0.0)
     if GATE != 0:
         halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
         first, second = tl.split(halves)
@@ -151,14 +194,73 @@ def product(
         tl.store(copy + at, acc.to(copy.dtype.element_ty), mask=here)
 
 
+@triton.jit(do_not_specialize=["num_blocks", "groups", "first", "low"])
+def step(
+    x, x_stride, weight, sums, sums_stride, bias, out, out_stride,
+    batch, length, conv, stream, streams_at, num_blocks, groups, first, low,
+    LAST: tl.constexpr, PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """What one layer's activations of a pixel (or the embedded value), x [B, P], add to all that is still to come.
+
+    sums [B, ...]: gates [L, 3 groups, 2 P], then at `streams_at` the stream [3, R]. The rows of `weight` are num_blocks
+    gates of 2 P, from layer `first` on, of `groups` groups each from `low` on; then the stream's groups from `low` on.
+    The first of them waited for nothing else and is finished: a gate is squashed into out [B, P]; LAST (no gates are
+    left) the stream is rectified into out [B, R], and its sum starts anew from `bias` for the next pixel.
+    """
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tile, lane, half = tl.program_id(1), tl.arange(0, BLOCK_N), BLOCK_N // 2
+    tiles = tl.cdiv(conv, half)  # of a gate: `half` columns of its tanh and of its sigmoid
+    if tile < num_blocks * tiles:
+        block = tile // tiles
+        place = tile % tiles * half + lane % half
+        is_column = place < conv
+        inside = place + lane // half * conv
+        columns = block * 2 * conv + inside
+        target = ((first + block // groups) * 3 + low + block % groups) * 2 * conv + inside
+    else:
+        number = tile - num_blocks * tiles
+        group, place = number // tl.cdiv(stream, BLOCK_N), number % tl.cdiv(stream, BLOCK_N) * BLOCK_N + lane
+        is_column = place < stream
+        columns = num_blocks * 2 * conv + group * stream + place
+        target = streams_at + (low + group) * stream + place
+    k = tl.arange(0, BLOCK_K)
+    is_row, is_k = rows < batch, k < length
+    rows_64, here = rows.to(tl.int64), is_row[:, None] & is_column[None, :]
+    w = tl.load(weight + columns[:, None] * length + k[None, :], mask=is_column[:, None] & is_k[None, :], other=0.0)
+    _wait(PDL)
+    a = tl.load(x + rows_64[:, None] * x_stride + k[None, :], mask=is_row[:, None] & is_k[None, :], other=0.0)
+    at = sums + rows_64[:, None] * sums_stride + target[None, :]
+    acc = tl.load(at, mask=here, other=0.0)
+    acc = tl.dot(a.to(w.dtype), tl.trans(w), acc, input_precision="ieee")
+    if LAST:
+        if tile < tl.cdiv(stream, BLOCK_N):
+            tl.store(
+                out + rows_64[:, None] * out_stride + place[None, :],
+                tl.maximum(acc, 0.0).to(out.dtype.element_ty), mask=here,
+            )  # fmt: skip
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32) + tl.load(bias + place, mask=is_column, other=0.0)[None, :]
+        tl.store(at, acc, mask=here)
+    elif tile < tiles:
+        first_half, second_half = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        own = tile * half + tl.arange(0, BLOCK_N // 2)
+        tl.store(
+            out + rows_64[:, None] * out_stride + own[None, :],
+            (_tanh(first_half) * _sigmoid(second_half)).to(out.dtype.element_ty),
+            mask=is_row[:, None] & (own < conv)[None, :],
+        )  # fmt: skip
+    else:
+        tl.store(at, acc, mask=here)
+
+
 @triton.jit
 def stacked(
-    x, x_stride, x_segment, x_stack, weight, weight_stride, weight_segment, weight_stack, bias, bias_stack,
-    out, out_stride, out_stack, batch, n, length, length_step,
-    SEGMENTS: tl.constexpr, HAS_BIAS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    x, x_stride, x_segment, weight, weight_stride, weight_segment, weight_stack, bias, out, out_stride, out_stack,
+    batch, n, length,
+    SEGMENTS: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Many products at once, z = 0, 1, …: out_z (+)= x_z W_z^T + bias_z, over `length + z * length_step` inputs."""
+    """Many products at once, z = 0, 1, …: out_z = x W_z^T + bias_z, over the first (z + 1) * `length` inputs of each
+    segment."""
     z = tl.program_id(2)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -166,27 +268,28 @@ def stacked(
     rows_64, columns_64 = rows.to(tl.int64), columns.to(tl.int64)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     unused = tl.zeros([BLOCK_M], tl.float32)
+    weight += z.to(tl.int64) * weight_stack
+    length *= z + 1
+    if ASK:
+        for segment in tl.static_range(SEGMENTS):
+            _ask_tile(weight + segment * weight_segment, columns_64 * weight_stride, is_column, length, BLOCK_N)
+    acc += tl.load(bias + z * n + columns, mask=is_column, other=0.0)[None, :]
     _wait(PDL)
     for segment in tl.static_range(SEGMENTS):
         acc, _, _ = _multiply(
-            x + z * x_stack + segment * x_segment, rows_64 * x_stride, is_row,
-            weight + z.to(tl.int64) * weight_stack + segment * weight_segment, columns_64 * weight_stride, is_column,
-            length + z * length_step, acc, unused, unused, False, SPLIT, BLOCK_K,
+            x + segment * x_segment, rows_64 * x_stride, is_row,
+            weight + segment * weight_segment, columns_64 * weight_stride, is_column,
+            length, acc, unused, unused, False, SPLIT, BLOCK_K,
         )  # fmt: skip
-    if HAS_BIAS:
-        acc += tl.load(bias + z * bias_stack + columns, mask=is_column, other=0.0)[None, :]
-    here = is_row[:, None] & is_column[None, :]
     at = out + rows_64[:, None] * out_stride + z * out_stack + columns[None, :]
-    if ADD:
-        acc += tl.load(at, mask=here, other=0.0).to(tl.float32)
-    tl.store(at, acc.to(out.dtype.element_ty), mask=here)
+    tl.store(at, acc.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["column"])
 def begin_pixel(
     previous, weight, bias, timing, window, stem, out, copy, row, column, slice_width,
     batch, width, units, window_stride, window_row, window_row_length, stem_rows,
-    TIMING: tl.constexpr, STEM: tl.constexpr, PDL: tl.constexpr,
+    TIMING: tl.constexpr, STEM: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Input of the attention layers [B, D] at one pixel: the pixel before it, its position or its surroundings."""
@@ -196,8 +299,16 @@ def begin_pixel(
     rows_64 = rows.to(tl.int64)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     unused = tl.zeros([BLOCK_M], tl.float32)
-    _wait(PDL)
     at_row = tl.load(row)
+    if ASK:
+        _ask_tile(weight, columns * units, is_column, units, BLOCK_N)
+        if STEM:
+            _ask_tile(stem, columns * window_row_length * stem_rows, is_column, window_row_length * stem_rows, BLOCK_N)
+    acc += tl.load(bias + columns, mask=is_column, other=0.0)[None, :]
+    if TIMING:
+        position = at_row * slice_width + column
+        acc += tl.load(timing + position * width + columns, mask=is_column, other=0.0)[None, :]
+    _wait(PDL)
     acc, _, _ = _multiply(
         previous, rows * units, is_row, weight, columns * units, is_column, units,
         acc, unused, unused, False, SPLIT, BLOCK_K,
@@ -209,10 +320,6 @@ def begin_pixel(
                 stem + r * window_row_length, columns * window_row_length * stem_rows, is_column, window_row_length,
                 acc, unused, unused, False, SPLIT, BLOCK_K,
             )  # fmt: skip
-    acc += tl.load(bias + columns, mask=is_column, other=0.0)[None, :]
-    if TIMING:
-        position = at_row * slice_width + column
-        acc += tl.load(timing + position * width + columns, mask=is_column, other=0.0)[None, :]
     at, here = rows_64[:, None] * width + columns[None, :], is_row[:, None] & is_column[None, :]
     tl.store(out + at, acc, mask=here)
     tl.store(copy + at, acc.to(copy.dtype.element_ty), mask=here)
@@ -229,22 +336,32 @@ def _is_last(counter, PARTS: tl.constexpr):
     return arrived == PARTS - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["column"])
 def attend(
-    qkv, keys, values, turns, out, parts, counters, row, column, slice_width, heads, head_dim, length, scale, eps,
-    ROTARY: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
+    qkv, keys, values, turns, out, parts, counters,
+    row, column, slice_width, heads, head_dim, length, scale, eps, asked,
+    ROTARY: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Causal attention of one position; its key and value enter the cache.
 
     A program has one head of one image, or one of PARTS of its earlier positions: the last to end adds up. Every lane
-    of BLOCK_T keeps a running softmax of its own, so that lanes meet only once, at the end.
+    of BLOCK_T keeps a running softmax of its own, so that lanes meet only once, at the end. asked: positions of a
+    program that are asked for ahead.
     """
     pid = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     head = pid % heads
-    _wait(PDL)
     position = tl.load(row) * slice_width + column
+    keys += pid * length * head_dim
+    values += pid * length * head_dim
+    share = tl.cdiv(tl.cdiv(position, PARTS), BLOCK_T) * BLOCK_T
+    end = tl.minimum(position, (part + 1) * share)
+    if ASK:
+        ahead = tl.minimum(end - part * share, asked).to(tl.int32) * head_dim
+        _ask_range(keys + part * share * head_dim, ahead, 128)
+        _ask_range(values + part * share * head_dim, ahead, 128)
+    _wait(PDL)
     width = heads * head_dim
     d = tl.arange(0, BLOCK_D)
     is_d = d < head_dim
@@ -263,8 +380,6 @@ def attend(
         q = (q * cos + tl.load(at + other, mask=is_d, other=0.0) * sin) * q_scale
         k = (k * cos + tl.load(at + width + other, mask=is_d, other=0.0) * sin) * k_scale
     k, v = k.to(keys.dtype.element_ty), v.to(values.dtype.element_ty)
-    keys += pid * length * head_dim
-    values += pid * length * head_dim
     if part == 0:
         tl.store(keys + position * head_dim + d, k, mask=is_d)
         tl.store(values + position * head_dim + d, v, mask=is_d)
@@ -273,8 +388,6 @@ def attend(
     best = tl.full([BLOCK_T], -1e30, tl.float32)
     mass = tl.zeros([BLOCK_T], tl.float32)
     acc = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    share = tl.cdiv(tl.cdiv(position, PARTS), BLOCK_T) * BLOCK_T
-    end = tl.minimum(position, (part + 1) * share)
     for start in tl.range(part * share, end, BLOCK_T, num_stages=STAGES):
         t = start + tl.arange(0, BLOCK_T)
         is_t = t < end
@@ -308,24 +421,20 @@ def attend(
         tl.store(at + BLOCK_D, top)
         tl.store(at + BLOCK_D + 1, total)
         if _is_last(counters + pid, PARTS):
-            y = tl.zeros([BLOCK_D], tl.float32)
-            total = tl.sum(y, axis=0)
-            top = total - 1e30
-            for i in range(PARTS):
-                at = parts + (pid * PARTS + i) * step
-                other_top = tl.load(at + BLOCK_D, cache_modifier=".cg")
-                new = tl.maximum(top, other_top)
-                fade, weight = tl.exp(top - new), tl.exp(other_top - new)
-                y = y * fade + tl.load(at + d, cache_modifier=".cg") * weight
-                total = total * fade + tl.load(at + BLOCK_D + 1, cache_modifier=".cg") * weight
-                top = new
+            of_part = parts + (pid * PARTS + tl.arange(0, PARTS)) * step  # all parts are read at once
+            ys = tl.load(of_part[:, None] + d[None, :], cache_modifier=".cg")
+            tops = tl.load(of_part + BLOCK_D, cache_modifier=".cg")
+            weight = tl.exp(tops - tl.max(tops, axis=0))
+            total = tl.sum(tl.load(of_part + BLOCK_D + 1, cache_modifier=".cg") * weight, axis=0)
+            y = tl.sum(ys * weight[:, None], axis=0)
             tl.store(to, (y / total).to(out.dtype.element_ty), mask=is_d)
 
 
 @triton.jit
 def remember(
     query, keys, values, out, parts, counters, batch, heads, head_dim, num_rows,
-    PDL: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr, ASK: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Parameter attention: softmax over learned rows, keys and values [heads, rows, d]; query and out [B, D].
 
@@ -344,6 +453,9 @@ def remember(
     best = tl.full([BLOCK_M], -1e30, tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if ASK and tile == 0:
+        _ask_range(keys + part * share * head_dim, (end - part * share) * head_dim, 128)
+        _ask_range(values + part * share * head_dim, (end - part * share) * head_dim, 128)
     _wait(PDL)
     q = tl.load(query + at, mask=here, other=0.0)
     for start in range(part * share, end, BLOCK_R):
@@ -367,40 +479,45 @@ def remember(
         group = tile * heads + head
         step = BLOCK_M * (BLOCK_D + 2)  # of each part: weighted values, largest scores, masses
         to = parts + (group * PARTS + part) * step
-        tl.store(to + m[:, None] * BLOCK_D + d[None, :], acc)
-        tl.store(to + BLOCK_M * BLOCK_D + m, best)
-        tl.store(to + BLOCK_M * (BLOCK_D + 1) + m, mass)
+        inside = m[:, None] * BLOCK_D + d[None, :]
+        tl.store(to + inside, acc, mask=is_row[:, None])
+        tl.store(to + BLOCK_M * BLOCK_D + m, best, mask=is_row)
+        tl.store(to + BLOCK_M * (BLOCK_D + 1) + m, mass, mask=is_row)
         if _is_last(counters + group, PARTS):
+            to = parts + group * PARTS * step
+            all_best = to + tl.arange(0, PARTS)[:, None] * step + BLOCK_M * BLOCK_D + m[None, :]
+            tops = tl.load(all_best, mask=is_row[None, :], other=0.0, cache_modifier=".cg")
+            masses = tl.load(all_best + BLOCK_M, mask=is_row[None, :], other=1.0, cache_modifier=".cg")
+            best = tl.max(tops, axis=0)
+            mass = tl.sum(masses * tl.exp(tops - best[None, :]), axis=0)
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            mass = tl.zeros([BLOCK_M], tl.float32)
-            best = tl.full([BLOCK_M], -1e30, tl.float32)
-            for i in range(PARTS):
-                to = parts + (group * PARTS + i) * step
-                other = tl.load(to + BLOCK_M * BLOCK_D + m, cache_modifier=".cg")
-                new = tl.maximum(best, other)
-                fade, weight = tl.exp(best - new), tl.exp(other - new)
-                more = tl.load(to + m[:, None] * BLOCK_D + d[None, :], cache_modifier=".cg")
-                acc = acc * fade[:, None] + more * weight[:, None]
-                mass = mass * fade + tl.load(to + BLOCK_M * (BLOCK_D + 1) + m, cache_modifier=".cg") * weight
-                best = new
+            for i in tl.static_range(PARTS):  # none of these loads waits for another
+                at_part = to + i * step
+                top = tl.load(at_part + BLOCK_M * BLOCK_D + m, mask=is_row, other=0.0, cache_modifier=".cg")
+                ys = tl.load(at_part + inside, mask=is_row[:, None], other=0.0, cache_modifier=".cg")
+                acc += ys * tl.exp(top - best)[:, None]
             tl.store(out + at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit
 def gates(
-    x, weight, pixel, pixel_stride, left, above, above_stride, out, batch, width, inputs, gate, eps,
-    NORM: tl.constexpr, HAS_LEFT: tl.constexpr, PDL: tl.constexpr,
+    x, weight, pixel, pixel_stride, left, above, above_stride, out, out_stride, batch, width, inputs, gate, eps,
+    NORM: tl.constexpr, HAS_LEFT: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Every layer's gate but for the pixel itself [B, L, gate]: attention, the pixel to the left, what is above."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    layer, num_layers = tl.program_id(2), tl.num_programs(2)
+    layer = tl.program_id(2)
     is_row, is_column = rows < batch, columns < gate
     rows_64, number = rows.to(tl.int64), (layer * gate + columns).to(tl.int64)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     squares = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if ASK:
+        _ask_tile(weight, number * width, is_column, width, BLOCK_N)
+        if HAS_LEFT:
+            _ask_tile(left, number * inputs, is_column, inputs, BLOCK_N)
     _wait(PDL)
     acc, squares, total = _multiply(
         x, rows_64 * width, is_row, weight, number * width, is_column, width,
@@ -414,10 +531,10 @@ def gates(
         )  # fmt: skip
     here = is_row[:, None] & is_column[None, :]
     acc += tl.load(above + rows_64[:, None] * above_stride + number[None, :], mask=here, other=0.0)
-    tl.store(out + rows_64[:, None] * num_layers * gate + number[None, :], acc, mask=here)
+    tl.store(out + rows_64[:, None] * out_stride + number[None, :], acc, mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["column", "channel"])
 def draw(
     logits, uniform, known, known_rows, table, target, pixel, pixel_stride, previous, window, record,
     row, column, height, slice_width, channel, num_values, units, temperature,
@@ -430,9 +547,12 @@ def draw(
     CHOSEN: `logits` holds values that were chosen elsewhere. Known rows are taken as they are.
     """
     image = tl.program_id(0).to(tl.int64)
-    _wait(PDL)
     at_row = tl.load(row)
+    is_known = at_row < tl.load(known_rows)
     place = ((image * 3 + channel) * height + at_row) * slice_width + column
+    number = tl.load(uniform + place)
+    given = tl.load(known + place).to(tl.int32)
+    _wait(PDL)
     if CHOSEN:
         value = tl.load(logits + image).to(tl.int32)
     else:
@@ -446,10 +566,9 @@ def draw(
         x = x.to(tl.float64) / temperature
         mass = tl.exp(x - tl.max(x, axis=0))
         mass = mass / tl.sum(mass, axis=0)
-        below = (tl.cumsum(mass, axis=0) <= tl.load(uniform + place)) & is_v
+        below = (tl.cumsum(mass, axis=0) <= number) & is_v
         value = tl.minimum(tl.sum(below.to(tl.int32), axis=0), num_values - 1)
-    if at_row < tl.load(known_rows):
-        value = tl.load(known + place).to(tl.int32)
+    value = tl.where(is_known, given, value)
     tl.store(target + place, value.to(tl.int64))
     u = tl.arange(0, BLOCK_UNITS)
     is_u = u < units

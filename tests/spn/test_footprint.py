@@ -17,7 +17,7 @@ from spn import footprint
 from spn.footprint import CODE_BYTES, KEPT_BACK, MOST, TILE, batch_bytes, decoder_bytes, largest_batch
 from spn.fused import FusedDecoder
 from spn.model import SPN, SPNConfig
-from spn.sampling import EMBEDDED_AT_ONCE
+from spn.sampling import EMBEDDED_AT_ONCE, sample_stage, uniforms
 
 MEASURED = sorted((Path(__file__).parents[2] / "benchmarks/results/sample").glob("imagenet32-*.json"))
 
@@ -102,3 +102,20 @@ def test_memory_of_the_embedder_is_bounded():
     one, most = made._embedding(1), made._embedding(EMBEDDED_AT_ONCE)
     assert 10 * one < most
     assert made.passes(4 * EMBEDDED_AT_ONCE) == most
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_gpu_allocates_no_more_than_was_counted(precision):
+    """Nor less than half of it: one slice of 70 images, more than are embedded at once."""
+    (network,) = networks_of("celebahq256", "size_upscale")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model = SPN(network).cuda().eval()
+    uniform = uniforms(0, stage="size_upscale", images=range(70), image_size=256).cuda()
+    known = torch.randint(8, (70, 63, 3, 32, 32), device="cuda")
+    sample_stage(model, uniform, slices=known, precision=precision)
+    taken = torch.cuda.max_memory_allocated() - before
+    counted = batch_bytes([network], 70, precision=precision)
+    assert counted / 2 < taken <= counted
