@@ -67,7 +67,7 @@ def _ask(address, num_bytes):
 def _ask_range(start, num_elements, LANES: tl.constexpr):
     """The same for elements in a row; each of LANES threads asks for a share."""
     width: tl.constexpr = start.dtype.element_ty.primitive_bitwidth // 8
-    share = tl.cdiv(num_elements, LANES * 64) * 64
+    share = tl.cdiv(num_elements, LANES * 512) * 512  # few requests, of a kilobyte or more
     first = tl.arange(0, LANES) * share
     _ask(start + first, tl.minimum(num_elements - first, share) * width)
 
@@ -77,7 +77,7 @@ def _ask_tile(weight, column_at, is_column, length, COLUMNS: tl.constexpr):
     """The same for `length` inputs of a tile's columns: each of 128 threads asks for a piece of a column."""
     PIECES: tl.constexpr = 128 // COLUMNS
     width: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-    share = tl.cdiv(length, PIECES * 64) * 64
+    share = tl.cdiv(length, PIECES * 512) * 512
     first = tl.arange(0, PIECES)[:, None] * share
     here = is_column & (tl.program_id(0) == 0)  # once for all tiles of images
     size = tl.where(here[None, :], tl.minimum(length - first, share) * width, 0)
