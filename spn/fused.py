@@ -37,7 +37,8 @@ LARGE = 128  # images a batch from which tiles are filled
 BUSY = 100  # tiles that an H100's 132 multiprocessors are busy with
 ATTENDING = 400  # programs of `attend` that they are busy with
 PARTS = 8  # of an attention, at most; a power of two
-STAGES_SMALL, STAGES_LARGE, STAGES_ATTEND = 5, 4, 3  # loads on their way: of small tiles, of large ones, of positions
+STAGES_SMALL, STAGES_LARGE = 5, 4  # loads on their way: of small tiles, of large ones
+STAGES_ATTEND, STAGES_REMEMBER = 3, 3  # of positions; of learned rows, for few images
 ASK = True  # for weights, keys and values, before the kernels ahead have ended
 ASKED_BYTES = 16 * 2**20  # of keys and values of a layer: what the L2 cache has room for beside weights
 COMPILE_SIDE_BY_SIDE = True
@@ -416,7 +417,7 @@ class FusedDecoder:
             kernels.remember, (tiles, self.heads, parts),
             self.query, weights["rows"], weights["values"], self.attended, self.parts, self.counters,
             self.batch, self.heads, self.head_dim, rows, PARTS=parts, BLOCK_M=block_m, BLOCK_R=block_r,
-            BLOCK_D=self.block_d, num_warps=4, num_stages=2, **self._ahead(),
+            BLOCK_D=self.block_d, num_warps=4, num_stages=STAGES_REMEMBER if block_m == 16 else 2, **self._ahead(),
         )  # fmt: skip
         self._product(self.attended, weights["memory_out"], x, width, length=width, base=x, copy=half)
 
