@@ -478,7 +478,9 @@ class FusedDecoder:
         group, number = source or (0, 0)
         x, length = self.activations[:, group, number], conv if source else 0
         weight, bias = self.fold_steps[group][number], self.fold_stream_bias[low]
-        block_m, block_n = (64, 64 if conv % 32 == 0 else 32) if batch >= LARGE else (16, 32)
+        # Not 64 images: for those Triton takes wgmma, and as the sums are read between the operands' way into shared
+        # memory and the product, its fence comes after the barrier, too late for what other warps have written.
+        block_m, block_n = (32, 64 if conv % 32 == 0 else 32) if batch >= LARGE else (16, 32)
         tiles = num_blocks * triton.cdiv(conv, block_n // 2)
         if number:
             tiles += (3 - low) * triton.cdiv(stream, block_n)

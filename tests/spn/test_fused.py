@@ -92,6 +92,21 @@ def test_logits_in_bfloat16_are_those_of_a_near_distribution(tiny_config):
         assert 0 < divergence.mean() < 1e-2
 
 
+def test_large_tiles_are_as_near_as_small_ones_in_bfloat16(tiny_config):
+    """The same images, seven times over: they fill large tiles, whose products are synchronised in their own way."""
+    config = tiny_config("baseline", image_size=6, scaling_factor=1, num_bits=3)
+    widths = dict(num_layers=3, conv_channels=128, residual_channels=1280, num_attn_layers=1, num_attn_heads=5)
+    torch.manual_seed(1)
+    model = SPN(dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, attn_head_dim=128, **widths)))
+    target, context, full = case(model.cuda().eval(), 20)
+    assert context is None
+    error = (recorded(model, target, None, dtype=torch.bfloat16) - full).abs()
+    many = recorded(model, target.repeat(7, 1, 1, 1), None, dtype=torch.bfloat16)
+    errors = (many - full.repeat(7, 1, 1, 1, 1)).abs()
+    assert 0 < errors.max() < 3 * error.max()
+    assert errors.mean() < 2 * error.mean()
+
+
 def test_a_wrong_fold_is_noticed(tiny_config, monkeypatch):
     """Biases of the stream left out of what later layers read."""
     from spn import fused
