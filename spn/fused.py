@@ -313,11 +313,13 @@ class FusedDecoder:
             kernel[grid](*arguments, **options)
 
     def _launch(self) -> dict[str, Any]:
-        return dict(PDL=True, launch_pdl=True) if self.overlap else dict(PDL=False)
+        # For a single image kernels are so short that waiting side by side costs more than it saves.
+        return dict(PDL=True, launch_pdl=True) if self.overlap and self.batch > 1 else dict(PDL=False)
 
     def _ahead(self) -> dict[str, Any]:
         """Of kernels that ask for what they will read, too."""
-        return dict(ASK=ASK and self.overlap, **self._launch())
+        launch = self._launch()
+        return dict(ASK=ASK and launch["PDL"], **launch)
 
     def _tiles(self, n: int, *, stacks: int = 1, halves: int = 1) -> tuple[tuple[int, int, int], dict[str, Any]]:
         """Grid and tile of a product with n outputs of one or two halves: the largest that keeps the GPU busy."""
