@@ -104,6 +104,10 @@ def _multiply(
                 squares += tl.sum(wide * wide, axis=1)
                 total += tl.sum(wide, axis=1)
             acc = tl.dot(a.to(w.dtype), tl.trans(w), acc, input_precision="ieee")
+            if SUMS:
+                # Always true, but it has each turn wait for its wgmma. Triton (3.6) keeps one buffer too few for a tile
+                # that is summed and multiplied: a load ahead would overwrite what wgmma is still reading.
+                acc = tl.where(start < length, acc, 0.0)
     else:
         inner = tl.arange(0, SPLIT)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         parts = tl.zeros([SPLIT, acc.shape[0], acc.shape[1]], tl.float32)
