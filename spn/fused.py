@@ -41,7 +41,6 @@ STAGES_SMALL, STAGES_LARGE = 5, 4  # loads on their way: of small tiles, of larg
 STAGES_ATTEND, STAGES_REMEMBER = 3, 3  # of positions; of learned rows, for few images
 ASK = True  # for weights, keys and values, before the kernels ahead have ended
 ASKED_BYTES = 16 * 2**20  # of keys and values of a layer: what the L2 cache has room for beside weights
-COMPILE_SIDE_BY_SIDE = True
 
 
 def _padded(num_channels: int) -> int:
@@ -573,7 +572,7 @@ class FusedDecoder:
 
     def _record_graph(self) -> None:
         """Compiles the kernels of a row, runs it once for what torch prepares, then records it."""
-        if COMPILE_SIDE_BY_SIDE and hasattr(triton, "AsyncCompileMode"):  # Triton 3.4 and later
+        if hasattr(triton, "AsyncCompileMode"):  # Triton 3.4 and later
             self._compile()
         self._reset()
         self._decode_row()
