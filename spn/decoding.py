@@ -52,6 +52,7 @@ class DecoderWeights:
     decoder: Decoder
     layers: tuple[LayerWeights, ...]
     stem: Tensor | None  # [rows * columns * 24, D] of recipe modern
+    surroundings: Tensor | None  # [channels of s, D]: what attention reads of s (recipe modern)
     direct: tuple[Tensor, Tensor] | None  # of attention [D, R] and of s [channels, R] (recipe modern)
     gain: Tensor | None  # [R] of the norm before the head (recipe modern)
     head: tuple[tuple[Tensor, Tensor], ...]  # per group: [groups up to it of R, V], bias
@@ -72,6 +73,7 @@ class DecoderCache:
     from_above: list[Tensor]  # per layer [B, w, 2C]: what rows above and s add to the gate in this row
     gate: list[Tensor]  # per layer [B, 2C]: pre-activation of this pixel, all but the pixel itself
     hidden: list[Tensor]  # per layer [B, C]: gated activations of this pixel
+    surroundings: Tensor | None  # [B, w, D]: what s adds to the input of attention in this row (recipe modern)
     direct_above: Tensor | None  # [B, w, R]: what s adds to the stream in this row (recipe modern)
     direct: Tensor | None  # [B, R]: what attention and s add to the stream at this pixel (recipe modern)
     pixels: Tensor | None  # [B, h + 3, w + 6, 24]: embedded pixels so far, zero-padded, for the stem of recipe modern
@@ -138,12 +140,13 @@ def prepare(model: SPN) -> DecoderWeights:
     )
     size = model.config.slice_size
     stem = None if decoder.stem is None else decoder.stem.masked_weight().permute(2, 3, 1, 0).flatten(0, 2).contiguous()
+    surroundings = None if decoder.surroundings is None else decoder.surroundings.weight.t().contiguous()
     direct = None
     if decoder.direct is not None:
         maps = decoder.direct.weight.t()
         direct = (maps[:attn_width].contiguous(), maps[attn_width:].contiguous())
     gain = None if decoder.norm is None else decoder.norm.gain.clone()
-    return DecoderWeights(decoder, tuple(layers), stem, direct, gain, heads, conv, stream, size, size)
+    return DecoderWeights(decoder, tuple(layers), stem, surroundings, direct, gain, heads, conv, stream, size, size)
 
 
 def new_cache(weights: DecoderWeights, batch: int) -> DecoderCache:
@@ -168,6 +171,7 @@ def new_cache(weights: DecoderWeights, batch: int) -> DecoderCache:
         from_above=[zeros(batch, weights.width, g) for g in gates],
         gate=[zeros(batch, g) for g in gates],
         hidden=[zeros(batch, weights.conv_ends[-1]) for _ in gates],
+        surroundings=None,
         direct_above=None,
         direct=None,
         pixels=None if weights.stem is None else zeros(batch, rows, columns, weights.layers[0].left.shape[0]),
@@ -211,6 +215,9 @@ def start_row(weights: DecoderWeights, cache: DecoderCache, context: Tensor | No
         cache.from_above[i] = total
     if weights.direct is not None and context is not None:
         cache.direct_above = context @ weights.direct[1]
+    if weights.surroundings is not None:
+        assert context is not None
+        cache.surroundings = context @ weights.surroundings
 
 
 def end_row(cache: DecoderCache) -> None:
@@ -232,6 +239,8 @@ def start_pixel(weights: DecoderWeights, cache: DecoderCache, previous: Tensor, 
         assert cache.pixels is not None
         window = cache.pixels[:, row : row + STEM_ROWS, column : column + STEM_COLUMNS]
         x = x + window.flatten(1) @ weights.stem
+        if cache.surroundings is not None:
+            x = x + cache.surroundings[:, column]
         for layer, keys, values in zip(attention.layers, cache.keys, cache.values, strict=True):
             x = _attend_modern(layer, x, keys, values, position, attention.turns)
     else:

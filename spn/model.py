@@ -244,6 +244,10 @@ class Decoder(nn.Module):
         modern = own.recipe == "modern"
         self.stem = CausalStem(in_channels=24, width=attn_width) if modern else None
         self.attention = attention_stack(own, in_channels=24, slice_size=config.slice_size, causal=True)
+        # Recipe modern: attention reads s, too. The paper's decoder has it for the PixelCNN's gates only.
+        self.surroundings = None
+        if modern and config.embedder is not None:
+            self.surroundings = nn.Linear(config.embedder.conv_channels, attn_width, bias=False)
         cond_channels = attn_width + (config.embedder.conv_channels if config.embedder else 0)
         self.layers = nn.ModuleList(
             GatedPixelCNNLayer(
@@ -269,7 +273,11 @@ class Decoder(nn.Module):
         # Shifted by one pixel in raster order: attention position t reads pixels before t, so it needs no RGB mask.
         before = [F.pad(pixels.flatten(1, 2)[:, :-1], (0, 0, 1, 0))]
         if self.stem is not None:
-            before.append(self.stem(pixels))
+            local = self.stem(pixels)
+            if self.surroundings is not None:
+                assert context is not None
+                local = local + self.surroundings(context).flatten(1, 2)
+            before.append(local)
         cond = self.attention(*before).view(batch, height, width, -1)
         if context is not None:
             cond = torch.cat([cond, context.to(cond.dtype)], dim=-1)
@@ -423,6 +431,8 @@ def parameter_counts(model: SPN) -> dict[str, int]:
         parts["embedder_attention"] = model.embedder.attention
     if model.decoder.stem is not None:
         parts["decoder_stem"] = model.decoder.stem
+    if model.decoder.surroundings is not None:
+        parts["decoder_surroundings"] = model.decoder.surroundings
     parts["decoder_attention"] = model.decoder.attention
     parts["decoder_pixelcnn"] = model.decoder.layers
     if model.decoder.direct is not None:
