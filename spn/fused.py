@@ -156,6 +156,7 @@ class FusedDecoder:
         self.stem = None
         if decoder.stem is not None:
             self.stem = self._own(decoder.stem.masked_weight().permute(0, 2, 3, 1).flatten(1))
+        self.surroundings = None if decoder.surroundings is None else self._own(decoder.surroundings.weight.t())
         pack = self._pack_modern_attention if self.modern else self._pack_attention
         self.attention = [pack(layer) for layer in attention.layers]
         layers = [_Gates(layer, self.conv, self.stream, self.width) for layer in decoder.layers]
@@ -278,6 +279,7 @@ class FusedDecoder:
         self.window = own(batch, *window)
         cache = (len(self.attention), batch, self.heads, size * size, self.head_dim)
         self.keys, self.values = own(*cache), own(*cache)
+        self.from_context = None if self.surroundings is None else zeros(batch, size, self.width)
         self.x, self.attended = zeros(batch, self.width), own(batch, self.width)
         self.qkv, self.half = zeros(batch, 3 * self.width), own(batch, self.width)
         # Of attention in parts: by program of `attend`, or by tile of images and head of `remember`.
@@ -372,6 +374,8 @@ class FusedDecoder:
         context = self.context.index_select(1, self.row)[:, 0]  # [B, w, channels of s]
         if context.shape[-1]:
             self.from_above += (context @ self.gate_context).view(batch, size, layers, -1)
+        if self.surroundings is not None:
+            self.from_context.copy_(context @ self.surroundings)
         if self.modern:
             self.direct_above.copy_(self.direct_bias.expand_as(self.direct_above))
             if context.shape[-1]:
@@ -426,12 +430,14 @@ class FusedDecoder:
         grid, blocks = self._tiles(self.width)
         modern, window = self.modern, self.window
         units = 3 * self.units
+        base = None if self.from_context is None else self.from_context[:, column]
         self._run(
             kernels.begin_pixel, grid[:2],
             self.previous, self.project, self.project_bias, self.x if modern else self.timing, window,
-            self.stem if modern else self.x, self.x, self.half, self.row, column, self.size,
+            self.stem if modern else self.x, base, 0 if base is None else base.stride(0), self.x, self.half,
+            self.row, column, self.size,
             self.batch, self.width, units, window.stride(0), window.stride(1), STEM_COLUMNS * units, STEM_ROWS,
-            TIMING=not modern, STEM=modern, **blocks,
+            TIMING=not modern, STEM=modern, HAS_BASE=base is not None, **blocks,
         )  # fmt: skip
         for number in range(len(self.attention)):
             self._attention_layer(number, column)

@@ -291,12 +291,15 @@ def stacked(
 
 @triton.jit(do_not_specialize=["column"])
 def begin_pixel(
-    previous, weight, bias, timing, window, stem, out, copy, row, column, slice_width,
+    previous, weight, bias, timing, window, stem, base, base_stride, out, copy, row, column, slice_width,
     batch, width, units, window_stride, window_row, window_row_length, stem_rows,
-    TIMING: tl.constexpr, STEM: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr,
+    TIMING: tl.constexpr, STEM: tl.constexpr, HAS_BASE: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Input of the attention layers [B, D] at one pixel: the pixel before it, its position or its surroundings."""
+    """Input of the attention layers [B, D] at one pixel: the pixel before it, its position or its surroundings.
+
+    base: what s adds to it, [B, D].
+    """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_column = rows < batch, columns < width
@@ -325,6 +328,8 @@ def begin_pixel(
                 acc, unused, unused, False, SPLIT, BLOCK_K,
             )  # fmt: skip
     at, here = rows_64[:, None] * width + columns[None, :], is_row[:, None] & is_column[None, :]
+    if HAS_BASE:
+        acc += tl.load(base + rows_64[:, None] * base_stride + columns[None, :], mask=here, other=0.0)
     tl.store(out + at, acc, mask=here)
     tl.store(copy + at, acc.to(copy.dtype.element_ty), mask=here)
 
