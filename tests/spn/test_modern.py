@@ -91,6 +91,25 @@ def test_a_new_layer_is_the_identity_and_can_learn(tiny_config):
     assert losses[-1] < 0.2 < losses[0]
 
 
+def test_attention_reads_the_context_too(tiny_spn):
+    """With s cut off from the gates and from the stream, the logits still follow it; cut off from attention, no more."""
+    model = tiny_spn("size_upscale", seed=0, image_size=8, scaling_factor=2, decoder=MODERN, embedder=MODERN)
+    decoder, width = model.decoder, model.decoder.surroundings.out_features
+    target = torch.randint(model.config.num_values, (1, 3, 4, 4))
+    contexts = torch.randn(2, 1, 4, 4, decoder.surroundings.in_features, dtype=torch.float64)
+
+    def moved() -> float:
+        with torch.no_grad():
+            one, other = (decoder(target, context) for context in contexts)
+        return float((one - other).abs().max())
+
+    for own in (*(layer.cond for layer in decoder.layers), decoder.direct):
+        own.weight.data[:, width:] = 0
+    assert moved() > 1e-3
+    decoder.surroundings.weight.data.zero_()
+    assert moved() == 0
+
+
 @pytest.mark.parametrize("num_values", [2, 8, 256])
 def test_cosines_are_orthogonal_and_of_unit_mean_square(num_values):
     rows = cosines(num_values, range(1, num_values))
