@@ -186,7 +186,10 @@ class SliceEmbedder(nn.Module):
         device = self.meta_position.weight.device
         self.register_buffer("sources", slot_sources(config.scaling_factor).to(device), persistent=False)
         self.attention = attention_stack(own, in_channels=channels, slice_size=config.slice_size, causal=False)
-        self.widen = nn.Linear(own.num_attn_heads * own.attn_head_dim, own.residual_channels)
+        attn_width = own.num_attn_heads * own.attn_head_dim
+        # Recipe modern: the image's pixels around a target pixel are spread over slices and neighbouring positions.
+        self.stem = nn.Conv2d(attn_width, attn_width, 3, padding=1, bias=False) if own.recipe == "modern" else None
+        self.widen = nn.Linear(attn_width, own.residual_channels)
         self.blocks = nn.ModuleList(
             ResidualBlock(residual_channels=own.residual_channels, conv_channels=own.conv_channels)
             for _ in range(own.num_conv_layers)
@@ -222,6 +225,8 @@ class SliceEmbedder(nn.Module):
         """Slices of the values generated so far (later ones are never read) -> s [B, h, w, conv_channels]."""
         x = self.projected(slices, index, given)
         batch, height, width, _ = x.shape
+        if self.stem is not None:
+            x = x + self.stem(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         x = self.attention.after_project(x.flatten(1, 2)).view(batch, height, width, -1)
         x, shift = F.linear(x, self.widen.weight), self.widen.bias
         for block in self.blocks:
@@ -428,6 +433,8 @@ def parameter_counts(model: SPN) -> dict[str, int]:
     """Number of parameters by part, and in all ("total")."""
     parts: dict[str, nn.Module] = {}
     if model.embedder is not None:
+        if model.embedder.stem is not None:
+            parts["embedder_stem"] = model.embedder.stem
         parts["embedder_attention"] = model.embedder.attention
     if model.decoder.stem is not None:
         parts["decoder_stem"] = model.decoder.stem

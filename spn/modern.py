@@ -1,7 +1,8 @@
 """Blocks of `recipe: modern`: the same factorisation, masks and conditioning with parts of present-day transformers.
 
 RMS norms, also on queries and keys; rotary positions over rows and columns; a gated feed-forward layer in place of
-parameter attention; a masked convolution stem; output maps that start at zero. The paper's blocks are in layers.py.
+parameter attention; a convolution before attention, in the decoder a masked one; output maps that start at zero. The
+paper's blocks are in layers.py.
 B batch, T positions of a slice in raster order (h * w), D attention width, C embedded channels.
 """
 
