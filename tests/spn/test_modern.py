@@ -92,7 +92,7 @@ def test_a_new_layer_is_the_identity_and_can_learn(tiny_config):
 
 
 def test_attention_reads_the_context_too(tiny_spn):
-    """With s cut off from the gates and from the stream, the logits still follow it; cut off from attention, no more."""
+    """With s cut off from gates and stream the logits still follow it; cut off from attention as well, no more."""
     model = tiny_spn("size_upscale", seed=0, image_size=8, scaling_factor=2, decoder=MODERN, embedder=MODERN)
     decoder, width = model.decoder, model.decoder.surroundings.out_features
     target = torch.randint(model.config.num_values, (1, 3, 4, 4))
