@@ -28,6 +28,7 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from spn.compiling import compile_network
 from spn.evaluation import bits_per_dim, image_nats
 from spn.model import SPN, DecoderConfig, EmbedderConfig, SPNConfig
 from spn.training import Batch, TrainConfig, TrainState, bits_per_dim_estimate, train_step
@@ -135,7 +136,7 @@ def race(
     model = SPN(network).to(device)
     config = TrainConfig(num_steps=1, **{**COMMON, **settings, **changes.get("train", {})})
     data = torch.from_numpy(train.copy()).to(device).permute(0, 3, 1, 2)
-    forward = torch.compile(model) if device == "cuda" else model
+    forward = compile_network(model) if device == "cuda" else model
     draws = torch.Generator(device=device).manual_seed(seed)
 
     def batch() -> Batch:

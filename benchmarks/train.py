@@ -23,6 +23,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from pipelines.config import load, stage_model_config, stage_train_config
+from spn.compiling import compile_network
 from spn.flops import peak_flops, training_flops
 from spn.model import SPN, SPNConfig
 from spn.training import Batch, TrainConfig, TrainState, train_step
@@ -73,7 +74,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
     model = SPN(model_config).to(device)
     state = TrainState.create(model, train_config)
-    forward = torch.compile(model) if compiled else model
+    forward = compile_network(model) if compiled else model
     size = model_config.image_size
     wait = torch.cuda.synchronize if gpu else lambda: None
 

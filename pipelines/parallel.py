@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from spn.compiling import compile_network
+
 
 def num_workers() -> int:
     """Workers of this process's group; 1 without one."""
@@ -29,7 +31,7 @@ def make_forward(model: nn.Module, *, compiled: bool) -> Callable[..., Tensor]:
         # By default the compiler cuts the graph into pieces, so that the exchange begins before the backward pass ends.
         # Once in a whole optimiser step that saves less than the cuts cost in every micro-batch.
         torch._dynamo.config.optimize_ddp = False
-        forward = torch.compile(model)
+        forward = compile_network(model)
     return DistributedDataParallel(forward) if num_workers() > 1 else forward
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from spn.checkpoint import save_checkpoint, start_weights
+from spn.compiling import compile_network
 from spn.model import SPN, nll_nats, recompute_activations
 from spn.training import TrainConfig, TrainState
 
@@ -67,6 +68,24 @@ def test_a_network_is_compiled_as_one_graph(recipe, tiny_config):
     torch.testing.assert_close(compiled_loss, loss)
     for actual, expected in zip(compiled_gradients, gradients, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_networks_keep_the_layouts_that_they_have(tiny_config, monkeypatch):
+    """The compiler is told not to transpose tensors of four axes, and that of a key that it knows."""
+    model = SPN(tiny_config("size_upscale", image_size=8, scaling_factor=2))
+    plain = loss_and_gradients(model, seed=4)
+    seen = []
+
+    def compiler(graph, inputs, *, config_patches, **_):
+        with torch._inductor.config.patch(config_patches):
+            seen.append(torch._inductor.config.layout_optimization)
+        return graph.forward
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compiler)
+    model.forward = compile_network(model.forward)
+    found = loss_and_gradients(model, seed=4)
+    assert seen == [False]
+    torch.testing.assert_close(found, plain)
 
 
 def test_training_starts_from_another_runs_averaged_weights(tiny_config, tmp_path):
