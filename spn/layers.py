@@ -352,32 +352,50 @@ class ResidualBlock(nn.Module):
         return add_product(x, y, self.up.weight), shift + self.up.bias
 
 
+@torch.library.custom_op("spn::table_gradient", mutates_args=())
+def table_gradient(grad: Tensor, values: Tensor, num_values: int) -> Tensor:
+    """Each value's sum of rows: grad [N, 3, units], values [N, 3] uint8, both contiguous -> [3, V, units].
+
+    At least float32.
+    """
+    if grad.is_cuda and grad.dtype == torch.bfloat16:
+        from spn import table_kernel  # needs Triton, which only a GPU's torch brings
+
+        return table_kernel.table_gradient(grad, values, num_values)
+    # Two tiny sides and one of millions: cut into parts, so that every core of the device has one.
+    rows = grad.unflatten(0, (math.gcd(len(grad), 512), -1)).transpose(1, 2)  # [parts, 3, rows, units]
+    numbers = torch.arange(num_values, device=values.device)
+    chosen = values.view(rows.shape[0], -1, 3).transpose(1, 2)[..., None] == numbers  # [parts, 3, rows, V]
+    sums = torch.bmm(chosen.to(grad.dtype).flatten(0, 1).transpose(1, 2), rows.flatten(0, 1))
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    return sums.view(-1, 3, num_values, grad.shape[-1]).sum(0, dtype=dtype)
+
+
+@table_gradient.register_fake
+def _(grad: Tensor, values: Tensor, num_values: int) -> Tensor:
+    return grad.new_empty(3, num_values, grad.shape[-1], dtype=torch.promote_types(grad.dtype, torch.float32))
+
+
 class _TableLookup(torch.autograd.Function):
-    """Rows of three small tables, by value; its gradient is a matrix product.
+    """Rows of three small tables, by value, in the type `dtype`; the tables' gradient is table_gradient.
 
     The gradient of an ordinary embedding adds up millions of rows into a few dozen with atomic operations: at the 112
     slots of S = 8 that was a tenth of a training step on a GPU.
     """
 
     @staticmethod
-    def forward(ctx: Any, tables: Tensor, values: Tensor) -> Tensor:
+    def forward(ctx: Any, tables: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
         """tables [3, V, units], values [..., 3] -> [..., 3, units]."""
-        ctx.save_for_backward(values)
-        ctx.num_values = tables.shape[1]
+        ctx.save_for_backward(values.to(torch.uint8))
+        ctx.num_values, ctx.dtype = tables.shape[1], tables.dtype
         offset = torch.arange(3, device=values.device) * tables.shape[1]
-        return F.embedding(values + offset, tables.flatten(0, 1))
+        return F.embedding(values + offset, tables.flatten(0, 1).to(dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (values,) = ctx.saved_tensors
-        num_values, units = ctx.num_values, grad.shape[-1]
-        # Two tiny sides and one of millions: cut into parts, so that every core of the device has one.
-        parts = math.gcd(values.numel() // 3, 512)
-        rows = grad.reshape(parts, -1, 3, units).transpose(1, 2)  # [parts, 3, N, units]
-        numbers = torch.arange(num_values, device=values.device)
-        chosen = values.reshape(parts, -1, 3).transpose(1, 2)[..., None] == numbers  # [parts, 3, N, V]
-        sums = torch.bmm(chosen.to(grad.dtype).flatten(0, 1).transpose(1, 2), rows.flatten(0, 1))
-        return sums.view(parts, 3, num_values, units).sum(0), None
+        rows = grad.reshape(-1, 3, grad.shape[-1]).contiguous()
+        return table_gradient(rows, values.reshape(-1, 3).contiguous(), ctx.num_values).to(ctx.dtype), None, None
 
 
 class IntensityEmbedding(nn.Module):
@@ -395,9 +413,8 @@ class IntensityEmbedding(nn.Module):
         if not values.is_cuda:
             return self.table(values.long() + self.offset).flatten(-2)
         weight = self.table.weight
-        if torch.is_autocast_enabled("cuda"):
-            weight = weight.to(torch.get_autocast_dtype("cuda"))
-        return _TableLookup.apply(weight.view(3, -1, weight.shape[1]), values.long()).flatten(-2)
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
+        return _TableLookup.apply(weight.view(3, -1, weight.shape[1]), values.long(), dtype).flatten(-2)
 
     def groups(self) -> Tensor:
         """RGB group of each embedded channel."""

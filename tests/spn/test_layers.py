@@ -26,6 +26,7 @@ from spn.layers import (
     channel_groups,
     rgb_mask,
     run_group,
+    table_gradient,
     timing_signal,
 )
 
@@ -345,11 +346,24 @@ def test_gradient_of_the_table_lookup_is_that_of_an_embedding(num_values):
         tables = torch.randn(3, num_values, 8, dtype=torch.float64, requires_grad=True)
         values = torch.randint(num_values, (*shape, 3))
         rows = F.embedding(values + torch.arange(3) * num_values, tables.flatten(0, 1))
-        found = _TableLookup.apply(tables, values)
+        found = _TableLookup.apply(tables, values, tables.dtype)
         assert torch.equal(found, rows)
         upstream = torch.randn_like(rows)
         expected, actual = (torch.autograd.grad(out, tables, upstream)[0] for out in (rows, found))
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_table_lookup_is_compiled_as_one_graph():
+    """Its gradient is one operation of the graph, whose type and shape are known before it runs."""
+    tables, values = torch.randn(3, 8, 8, requires_grad=True), torch.randint(8, (4, 6, 5, 3))
+    lookup = torch.compile(_TableLookup.apply, backend="aot_eager", fullgraph=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        upstream = torch.randn(4, 6, 5, 3, 8).to(dtype)
+        (expected,) = torch.autograd.grad(_TableLookup.apply(tables, values, dtype), tables, upstream)
+        (found,) = torch.autograd.grad(lookup(tables, values, dtype), tables, upstream)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected)
+    torch.library.opcheck(table_gradient, (torch.randn(30, 3, 8), torch.randint(8, (30, 3)).to(torch.uint8), 8))
 
 
 def test_gradients_of_a_shift_are_those_of_an_addition():
