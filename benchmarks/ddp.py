@@ -191,7 +191,7 @@ def start(model_config: SPNConfig, config: TrainConfig, device: torch.device, *,
     """A fresh state, with equal weights on all workers and in all runs, and what its steps call."""
     torch.manual_seed(seed)
     model = SPN(model_config).to(device)
-    return TrainState.create(model, config), make_forward(model, compiled=config.compile)
+    return TrainState.create(model, config), make_forward(model, compiled=config.compile, mode=config.compile_mode)
 
 
 def batches(job: Job, plan: BatchPlan, images: torch.Tensor, rank: int, *, num_steps: int) -> Iterator[list[Batch]]:

@@ -74,7 +74,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
     model = SPN(model_config).to(device)
     state = TrainState.create(model, train_config)
-    forward = compile_network(model) if compiled else model
+    forward = compile_network(model, mode=train_config.compile_mode) if compiled else model
     size = model_config.image_size
     wait = torch.cuda.synchronize if gpu else lambda: None
 
@@ -103,6 +103,7 @@ def measure(
     return {
         "card": card,
         "torch": torch.__version__,
+        "compile_mode": train_config.compile_mode if compiled else None,
         "batch": batch,
         "images_per_sec": batch / seconds,
         "accumulate": accumulate,

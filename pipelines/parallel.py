@@ -20,9 +20,10 @@ def num_workers() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def make_forward(model: nn.Module, *, compiled: bool) -> Callable[..., Tensor]:
+def make_forward(model: nn.Module, *, compiled: bool, mode: str = "default") -> Callable[..., Tensor]:
     """What a training step calls instead of the model: compiled if asked for, wrapped where there are several workers.
 
+    mode: how much the compiler tries out (spn/compiling.py).
     The wrapper has `no_sync`, so that micro-batches before a step's last exchange nothing. It begins with rank 0's
     weights on all workers.
     """
@@ -31,7 +32,7 @@ def make_forward(model: nn.Module, *, compiled: bool) -> Callable[..., Tensor]:
         # By default the compiler cuts the graph into pieces, so that the exchange begins before the backward pass ends.
         # Once in a whole optimiser step that saves less than the cuts cost in every micro-batch.
         torch._dynamo.config.optimize_ddp = False
-        forward = compile_network(model)
+        forward = compile_network(model, mode=mode)
     return DistributedDataParallel(forward) if num_workers() > 1 else forward
 
 

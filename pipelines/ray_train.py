@@ -190,7 +190,7 @@ def train_worker(settings: dict[str, Any]) -> None:
             history = resume(state, Path(folder), device)
     elif config.init_from is not None:
         state.start_from(start_weights_of(config.init_from, model_config))
-    forward = make_forward(model, compiled=config.compile)
+    forward = make_forward(model, compiled=config.compile, mode=config.compile_mode)
     flops_per_slice, peak = speed_limits(model_config, device)
     # Rank 0 logs the training; the first worker of every other machine opens the run for that machine's numbers alone.
     run = settings["run"].open() if workers.get_local_rank() == 0 else None

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spn.compiling import MODES
 from spn.model import SPN, SPNConfig, nll_nats
 from spn.optimizers import make_optimizer
 
@@ -51,6 +52,7 @@ class TrainConfig:
     horizontal_flip: bool = False
     precision: str = "float32"  # bfloat16: matrix products only; weights, softmax and loss stay float32
     compile: bool = False  # torch.compile: about a minute at the start, much faster steps on a GPU
+    compile_mode: str = "default"  # tuned, max_autotune: the compiler tries out more at the start, for minutes
     recompute_activations: bool = False  # fit a larger micro-batch: a third more work, a fraction of the memory
     init_from: str | None = None  # path or URI of a checkpoint folder whose averaged weights training starts from
     eval_every_steps: int = 1000
@@ -63,6 +65,7 @@ class TrainConfig:
         _one_of("schedule", self.schedule, SCHEDULES)
         _one_of("slices", self.slices, SLICES)
         _one_of("precision", self.precision, PRECISIONS)
+        _one_of("compile_mode", self.compile_mode, list(MODES))
         for name in ("num_steps", "batch_size", "eval_every_steps", "checkpoint_every_steps", "log_every_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spn.checkpoint import save_checkpoint, start_weights
-from spn.compiling import compile_network
+from spn.compiling import MODES, compile_network
 from spn.model import SPN, nll_nats, recompute_activations
 from spn.training import TrainConfig, TrainState
 
@@ -70,7 +70,8 @@ def test_a_network_is_compiled_as_one_graph(recipe, tiny_config):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_compiled_networks_keep_the_layouts_that_they_have(tiny_config, monkeypatch):
+@pytest.mark.parametrize("mode", list(MODES))
+def test_compiled_networks_keep_the_layouts_that_they_have(mode, tiny_config, monkeypatch):
     """The compiler is told not to transpose tensors of four axes, and that of a key that it knows."""
     model = SPN(tiny_config("size_upscale", image_size=8, scaling_factor=2))
     plain = loss_and_gradients(model, seed=4)
@@ -78,13 +79,14 @@ def test_compiled_networks_keep_the_layouts_that_they_have(tiny_config, monkeypa
 
     def compiler(graph, inputs, *, config_patches, **_):
         with torch._inductor.config.patch(config_patches):
-            seen.append(torch._inductor.config.layout_optimization)
+            config = torch._inductor.config
+            seen.append((config.layout_optimization, config.coordinate_descent_tuning, config.max_autotune))
         return graph.forward
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compiler)
-    model.forward = compile_network(model.forward)
+    model.forward = compile_network(model.forward, mode=mode)
     found = loss_and_gradients(model, seed=4)
-    assert seen == [False]
+    assert seen == [(False, mode != "default", mode == "max_autotune")]
     torch.testing.assert_close(found, plain)
 
 
