@@ -57,11 +57,19 @@ def add_product(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
     return torch.addmm(x.flatten(0, -2), y.flatten(0, -2), weight.t()).view(x.shape)
 
 
-class _AddShift(torch.autograd.Function):
-    """x + shift; the shift's gradient, a sum over all positions, is a matrix product.
+def _sum_over_positions(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., R] -> [R], as a matrix product.
 
     As a reduction it took a twentieth of a training step on a GPU, some eight times as long as reading what it sums.
     """
+    rows = grad.flatten(0, -2)
+    parts = math.gcd(len(rows), 512)  # so that every core of the device has one
+    rows = rows.view(parts, -1, rows.shape[-1])
+    return torch.bmm(rows.new_ones(parts, 1, rows.shape[1]), rows).to(dtype).sum((0, 1))
+
+
+class _AddShift(torch.autograd.Function):
+    """x + shift."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shift: Tensor) -> Tensor:
@@ -70,16 +78,33 @@ class _AddShift(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        rows = grad.flatten(0, -2)
-        parts = math.gcd(len(rows), 512)  # so that every core of the device has one
-        rows = rows.view(parts, -1, rows.shape[-1])
-        ones = rows.new_ones(parts, 1, rows.shape[1])
-        return grad, torch.bmm(ones, rows).to(ctx.shift_dtype).sum((0, 1))
+        return grad, _sum_over_positions(grad, ctx.shift_dtype)
 
 
 def add_shift(x: Tensor, shift: Tensor) -> Tensor:
     """x [..., R] + shift [R], in x's precision."""
     return _AddShift.apply(x, shift)
+
+
+class _BiasInShift(torch.autograd.Function):
+    """x itself; the bias gets the gradient of x + bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.bias_dtype = bias.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, _sum_over_positions(grad, ctx.bias_dtype)
+
+
+def bias_in_shift(x: Tensor, bias: Tensor) -> Tensor:
+    """x of a stream x + shift whose shift grew by `bias`, where all uses of the stream take its sum.
+
+    Then the bias's gradient is that of x. The shift itself needs none, and no gradient is written beside the stream's.
+    """
+    return _BiasInShift.apply(x, bias)
 
 
 class MaskedLinear(nn.Linear):
@@ -336,7 +361,7 @@ class AttentionStack(nn.Module):
 class ResidualBlock(nn.Module):
     """Bottleneck of the slice embedder: R -> C (1x1) -> C (3x3) -> R (1x1), a ReLU before each, added to its input.
 
-    The stream is x + shift, as in the decoder.
+    The stream is x + shift, as in the decoder; gradients reach the biases in shift by x (bias_in_shift).
     """
 
     def __init__(self, *, residual_channels: int, conv_channels: int) -> None:
@@ -347,9 +372,10 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, h, w, R], shift [R] -> the new x and shift."""
-        y = F.relu(self.down(F.relu(add_shift(x, shift)))).permute(0, 3, 1, 2)  # [B, C, h, w]
+        y = F.relu(self.down(F.relu(x + shift.to(x.dtype)))).permute(0, 3, 1, 2)  # [B, C, h, w]
         y = F.relu(self.conv(y)).permute(0, 2, 3, 1)
-        return add_product(x, y, self.up.weight), shift + self.up.bias
+        bias = self.up.bias
+        return bias_in_shift(add_product(x, y, self.up.weight), bias), shift + bias.detach()
 
 
 @torch.library.custom_op("spn::table_gradient", mutates_args=())

@@ -23,6 +23,7 @@ from spn.layers import (
     SelfAttention,
     add_product,
     add_shift,
+    bias_in_shift,
     channel_groups,
     group_sizes,
     run_group,
@@ -228,10 +229,10 @@ class SliceEmbedder(nn.Module):
         if self.stem is not None:
             x = x + self.stem(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         x = self.attention.after_project(x.flatten(1, 2)).view(batch, height, width, -1)
-        x, shift = F.linear(x, self.widen.weight), self.widen.bias
+        x, shift = bias_in_shift(F.linear(x, self.widen.weight), self.widen.bias), self.widen.bias.detach()
         for block in self.blocks:
             x, shift = run_layer(block, x, shift, recompute=self.recompute)
-        return self.out(F.relu(add_shift(x, shift)))
+        return self.out(F.relu(x + shift.to(x.dtype)))
 
 
 LAYERS_A_GROUP = 5  # PixelCNN layers between two updates of the wide stream

@@ -23,6 +23,7 @@ from spn.layers import (
     TransformerLayer,
     _TableLookup,
     add_shift,
+    bias_in_shift,
     channel_groups,
     rgb_mask,
     run_group,
@@ -323,6 +324,31 @@ def test_residual_block_is_the_formula(randomised):
             for dx in range(3):
                 conv += padded[:, dy : dy + 3, dx : dx + 4] @ block.conv.weight[:, :, dy, dx].T
         close(sum(block(x - shift, shift)), x + conv.relu() @ block.up.weight.T + block.up.bias)
+
+
+def test_gradients_of_residual_blocks_are_those_of_plain_sums(randomised):
+    """A map's bias and those of the blocks travel in the shift; plainly they are added to the stream at once."""
+    blocks = [randomised(ResidualBlock(residual_channels=6, conv_channels=4), seed) for seed in range(3)]
+    x, bias = (normal(seed, *shape).requires_grad_() for seed, shape in enumerate([(2, 3, 4, 6), (6,)]))
+    upstream = normal(3, 2, 3, 4, 6)
+
+    def plain(block: ResidualBlock, stream: Tensor) -> Tensor:
+        y = F.relu(block.conv(F.relu(block.down(F.relu(stream))).permute(0, 3, 1, 2))).permute(0, 2, 3, 1)
+        return stream + block.up(y)
+
+    wanted = x + bias
+    for block in blocks:
+        wanted = plain(block, wanted)
+    stream, shift = bias_in_shift(x, bias), bias.detach()
+    for block in blocks:
+        stream, shift = block(stream, shift)
+    found = stream + shift
+    close(found, wanted)
+    inputs = [x, bias, *(parameter for block in blocks for parameter in block.parameters())]
+    for actual, expected in zip(
+        *(torch.autograd.grad((out.relu() * upstream).sum(), inputs) for out in (found, wanted)), strict=True
+    ):
+        close(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
