@@ -39,7 +39,12 @@ ATTENDING = 400  # programs of `attend` that they are busy with
 PARTS = 8  # of an attention, at most; a power of two
 STAGES_SMALL, STAGES_LARGE = 5, 4  # loads on their way: of small tiles, of large ones
 STAGES_ATTEND, STAGES_REMEMBER = 3, 3  # of positions; of learned rows, for few images
-ASK = True  # for weights, keys and values, before the kernels ahead have ended
+OVERLAP_FROM = 2  # images a batch from which launches overlap: of one image that costs more than it gains
+OVERLAP_LIGHT_FROM = 2  # those of `step` and `draw` alone
+LAUNCH = LAUNCH_LIGHT = 1  # when the next kernel's launch may start: kernels.AT_START, AFTER_WAIT, AT_END
+VECTORS = False  # products of one image without tensor cores
+VECTOR_COLUMNS, VECTOR_INPUTS = 8, 512  # of their tiles
+ASK = 1  # for weights, keys and values, before the kernels ahead have ended: kernels.IN_BULK, BY_LINE, 0 not at all
 ASKED_BYTES = 16 * 2**20  # of keys and values of a layer: what the L2 cache has room for beside weights
 
 
@@ -313,17 +318,25 @@ class FusedDecoder:
         else:
             kernel[grid](*arguments, **options)
 
-    def _launch(self) -> dict[str, Any]:
-        # For a single image kernels are so short that waiting side by side costs more than it saves.
-        return dict(PDL=True, launch_pdl=True) if self.overlap and self.batch > 1 else dict(PDL=False)
+    def _launch(self, *, light: bool = False) -> dict[str, Any]:
+        """light: of a kernel of few and small programs, which leave room for those of the next one."""
+        overlap_from = min(OVERLAP_FROM, OVERLAP_LIGHT_FROM) if light else OVERLAP_FROM
+        if not self.overlap or self.batch < overlap_from:
+            return dict(PDL=0)
+        return dict(PDL=LAUNCH_LIGHT if light else LAUNCH, launch_pdl=True)
 
     def _ahead(self) -> dict[str, Any]:
         """Of kernels that ask for what they will read, too."""
         launch = self._launch()
-        return dict(ASK=ASK and launch["PDL"], **launch)
+        return dict(ASK=int(ASK) if launch["PDL"] else 0, **launch)
 
     def _tiles(self, n: int, *, stacks: int = 1, halves: int = 1) -> tuple[tuple[int, int, int], dict[str, Any]]:
         """Grid and tile of a product with n outputs of one or two halves: the largest that keeps the GPU busy."""
+        if VECTORS and self.batch == 1:
+            block_n = VECTOR_COLUMNS * (1 if stacks == 1 else 2) * halves
+            blocks = dict(BLOCK_M=1, BLOCK_N=block_n, BLOCK_K=VECTOR_INPUTS, SPLIT=0)
+            grid = (1, triton.cdiv(n * halves, block_n), stacks)
+            return grid, {**blocks, "num_warps": 4, **self._ahead()}
         # Many images fill the tiles that tensor cores like; for few, four warps share the inputs of a small one.
         large = self.batch >= LARGE
         few = ((32, 64), (32, 32), (16, 64), (16, 32), (16, 16 * halves))
@@ -488,6 +501,8 @@ class FusedDecoder:
         # Not 64 images: for those Triton takes wgmma, and as the sums are read between the operands' way into shared
         # memory and the product, its fence comes after the barrier, too late for what other warps have written.
         block_m, block_n = (32, 64 if conv % 32 == 0 else 32) if batch >= LARGE else (16, 32)
+        if VECTORS and batch == 1:
+            block_m = 1
         tiles = num_blocks * triton.cdiv(conv, block_n // 2)
         if number:
             tiles += (3 - low) * triton.cdiv(stream, block_n)
@@ -496,7 +511,7 @@ class FusedDecoder:
             x, x.stride(0), weight, self.sums, self.sums.stride(0), bias, out, out.stride(0),
             batch, length, conv, stream, self.num_layers * self.gate, num_blocks, 3 - low, first, low,
             LAST=num_blocks == 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=triton.next_power_of_2(conv),
-            num_warps=4, num_stages=1, **self._launch(),
+            num_warps=4, num_stages=1, **self._launch(light=True),
         )  # fmt: skip
 
     def _channel_by_layer(self, column: int, channel: int) -> None:
@@ -536,7 +551,7 @@ class FusedDecoder:
             window.stride(0), window.stride(1), STEM_ROWS, STEM_COLUMNS // 2,
             STEM=self.modern, CHOSEN=logits is not self.scores, RECORD=self.logits is not None,
             BLOCK_V=triton.next_power_of_2(self.num_values), BLOCK_UNITS=triton.next_power_of_2(self.units),
-            num_warps=1, **self._launch(),
+            num_warps=1, **self._launch(light=True),
         )  # fmt: skip
 
     def _end_pixel(self, column: int) -> None:

@@ -18,6 +18,11 @@ LAYER_NORM: tl.constexpr = tl.constexpr(1)
 RMS_NORM: tl.constexpr = tl.constexpr(2)
 TANH_SIGMOID: tl.constexpr = tl.constexpr(1)
 SILU: tl.constexpr = tl.constexpr(2)
+AT_START: tl.constexpr = tl.constexpr(1)  # PDL: when a kernel lets the next one start its launch
+AFTER_WAIT: tl.constexpr = tl.constexpr(2)
+AT_END: tl.constexpr = tl.constexpr(3)
+IN_BULK: tl.constexpr = tl.constexpr(1)  # ASK: how
+BY_LINE: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
@@ -40,15 +45,28 @@ def _norm_scale(total, squares, count, eps, NORM: tl.constexpr):
 
 @triton.jit
 def _wait(PDL: tl.constexpr):
-    """Lets the next kernel start its launch, then waits for the one before (programmatic dependent launch)."""
-    if PDL:
+    """Waits for the kernel before (programmatic dependent launch; 0: launches do not overlap)."""
+    if PDL == AT_START:
         gdc_launch_dependents()
+    if PDL != 0:
         gdc_wait()
+    if PDL == AFTER_WAIT:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _ending(PDL: tl.constexpr):
+    """Before the last stores."""
+    if PDL == AT_END:
+        gdc_launch_dependents()
 
 
 @triton.jit
 def _ask(address, num_bytes):
-    """Asks for `num_bytes` from each address into the L2 cache; nothing waits for them. Of 0 or less: for nothing."""
+    """Asks for `num_bytes` from each address into the L2 cache; nothing waits for them. Of 0 or less: for nothing.
+
+    Threads of a warp ask one after the other: the instruction takes its operands from uniform registers.
+    """
     address = address.to(tl.int64)
     start = address & -16  # of the instruction: addresses and sizes are multiples of 16
     size = tl.where(num_bytes > 0, (address - start + num_bytes + 15) & -16, 0).to(tl.int32)
@@ -64,24 +82,50 @@ def _ask(address, num_bytes):
 
 
 @triton.jit
-def _ask_range(start, num_elements, LANES: tl.constexpr):
-    """The same for elements in a row; each of LANES threads asks for a share."""
-    width: tl.constexpr = start.dtype.element_ty.primitive_bitwidth // 8
-    share = tl.cdiv(num_elements, LANES * 512) * 512  # few requests, of a kilobyte or more
-    first = tl.arange(0, LANES) * share
-    _ask(start + first, tl.minimum(num_elements - first, share) * width)
+def _ask_line(address, here):
+    """Asks for the cache line of each address; threads of a warp ask at once."""
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred some;
+            setp.ne.s32 some, $2, 0;
+            @some prefetch.global.L2 [$1];
+            mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [address.to(tl.int64), here.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
-def _ask_tile(weight, column_at, is_column, length, COLUMNS: tl.constexpr):
+def _ask_range(start, num_elements, LANES: tl.constexpr, ASK: tl.constexpr):
+    """The same for elements in a row; each of LANES threads asks for a share."""
+    width: tl.constexpr = start.dtype.element_ty.primitive_bitwidth // 8
+    if ASK == BY_LINE:
+        line: tl.constexpr = 128 // width
+        for first in range(0, num_elements, LANES * line):
+            at = first + tl.arange(0, LANES) * line
+            _ask_line(start + at, at < num_elements)
+    else:
+        share = tl.cdiv(num_elements, LANES * 512) * 512  # few requests, of a kilobyte or more
+        first = tl.arange(0, LANES) * share
+        _ask(start + first, tl.minimum(num_elements - first, share) * width)
+
+
+@triton.jit
+def _ask_tile(weight, column_at, is_column, length, COLUMNS: tl.constexpr, ASK: tl.constexpr):
     """The same for `length` inputs of a tile's columns: each of 128 threads asks for a piece of a column."""
     PIECES: tl.constexpr = 128 // COLUMNS
     width: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-    share = tl.cdiv(length, PIECES * 512) * 512
-    first = tl.arange(0, PIECES)[:, None] * share
     here = is_column & (tl.program_id(0) == 0)  # once for all tiles of images
-    size = tl.where(here[None, :], tl.minimum(length - first, share) * width, 0)
-    _ask(weight + column_at[None, :] + first, size)
+    if ASK == BY_LINE:
+        line: tl.constexpr = 128 // width
+        for first in range(0, length, PIECES * line):
+            at = first + tl.arange(0, PIECES)[:, None] * line
+            _ask_line(weight + column_at[None, :] + at, here[None, :] & (at < length))
+    else:
+        share = tl.cdiv(length, PIECES * 512) * 512
+        first = tl.arange(0, PIECES)[:, None] * share
+        size = tl.where(here[None, :], tl.minimum(length - first, share) * width, 0)
+        _ask(weight + column_at[None, :] + first, size)
 
 
 @triton.jit
@@ -92,8 +136,27 @@ def _multiply(
     """acc [M, N] += x W^T over `length` inputs; squares and total [M]: sums of x^2 and x.
 
     Where tiles are small, each of SPLIT warps has a part of the inputs: one chain of products would be the delay.
+    SPLIT 0: one image, without tensor cores: a thread multiplies what it has read, and sums meet at the end.
     """
-    if SPLIT == 1:
+    if SPLIT == 0:
+        parts = tl.zeros([acc.shape[1], BLOCK_K], tl.float32)
+        part_squares = tl.zeros([1, BLOCK_K], tl.float32)
+        part_total = tl.zeros([1, BLOCK_K], tl.float32)
+        for start in tl.range(0, length, BLOCK_K, num_stages=4):  # loads ahead have to be asked for without tl.dot
+            k = start + tl.arange(0, BLOCK_K)
+            is_k = k < length
+            a = tl.load(x + row_at[:, None] + k[None, :], mask=is_row[:, None] & is_k[None, :], other=0.0)
+            w = tl.load(weight + column_at[:, None] + k[None, :], mask=is_column[:, None] & is_k[None, :], other=0.0)
+            wide = a.to(tl.float32)
+            if SUMS:
+                part_squares += wide * wide
+                part_total += wide
+            parts += wide * w.to(tl.float32)
+        acc += tl.sum(parts, axis=1)[None, :]
+        if SUMS:
+            squares += tl.sum(part_squares, axis=1)
+            total += tl.sum(part_total, axis=1)
+    elif SPLIT == 1:
         for start in range(0, length, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             is_k = k < length
@@ -161,7 +224,7 @@ def product(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if ASK:
         for segment in tl.static_range(SEGMENTS):
-            _ask_tile(weight + segment * weight_segment, columns_64 * weight_stride, is_column, length, BLOCK_N)
+            _ask_tile(weight + segment * weight_segment, columns_64 * weight_stride, is_column, length, BLOCK_N, ASK)
     if HAS_BIAS:
         acc += tl.load(bias + columns, mask=is_column, other=0.0)[None, :]
     _wait(PDL)
@@ -193,6 +256,7 @@ def product(
         place = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     here = is_row[:, None] & (place < n)[None, :]
     at = rows_64[:, None] * out_stride + place[None, :]
+    _ending(PDL)
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=here)
     if HAS_COPY:
         tl.store(copy + at, acc.to(copy.dtype.element_ty), mask=here)
@@ -235,7 +299,11 @@ def step(
     a = tl.load(x + rows_64[:, None] * x_stride + k[None, :], mask=is_row[:, None] & is_k[None, :], other=0.0)
     at = sums + rows_64[:, None] * sums_stride + target[None, :]
     acc = tl.load(at, mask=here, other=0.0)
-    acc = tl.dot(a.to(w.dtype), tl.trans(w), acc, input_precision="ieee")
+    if BLOCK_M == 1:
+        acc += tl.sum(a.to(tl.float32) * w.to(tl.float32), axis=1)[None, :]
+    else:
+        acc = tl.dot(a.to(w.dtype), tl.trans(w), acc, input_precision="ieee")
+    _ending(PDL)
     if LAST:
         if tile < tl.cdiv(stream, BLOCK_N):
             tl.store(
@@ -276,7 +344,7 @@ def stacked(
     length *= z + 1
     if ASK:
         for segment in tl.static_range(SEGMENTS):
-            _ask_tile(weight + segment * weight_segment, columns_64 * weight_stride, is_column, length, BLOCK_N)
+            _ask_tile(weight + segment * weight_segment, columns_64 * weight_stride, is_column, length, BLOCK_N, ASK)
     acc += tl.load(bias + z * n + columns, mask=is_column, other=0.0)[None, :]
     _wait(PDL)
     for segment in tl.static_range(SEGMENTS):
@@ -286,6 +354,7 @@ def stacked(
             length, acc, unused, unused, False, SPLIT, BLOCK_K,
         )  # fmt: skip
     at = out + rows_64[:, None] * out_stride + z * out_stack + columns[None, :]
+    _ending(PDL)
     tl.store(at, acc.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
@@ -308,9 +377,10 @@ def begin_pixel(
     unused = tl.zeros([BLOCK_M], tl.float32)
     at_row = tl.load(row)
     if ASK:
-        _ask_tile(weight, columns * units, is_column, units, BLOCK_N)
+        _ask_tile(weight, columns * units, is_column, units, BLOCK_N, ASK)
         if STEM:
-            _ask_tile(stem, columns * window_row_length * stem_rows, is_column, window_row_length * stem_rows, BLOCK_N)
+            size = window_row_length * stem_rows
+            _ask_tile(stem, columns * size, is_column, size, BLOCK_N, ASK)
     acc += tl.load(bias + columns, mask=is_column, other=0.0)[None, :]
     if TIMING:
         position = at_row * slice_width + column
@@ -330,6 +400,7 @@ def begin_pixel(
     at, here = rows_64[:, None] * width + columns[None, :], is_row[:, None] & is_column[None, :]
     if HAS_BASE:
         acc += tl.load(base + rows_64[:, None] * base_stride + columns[None, :], mask=here, other=0.0)
+    _ending(PDL)
     tl.store(out + at, acc, mask=here)
     tl.store(copy + at, acc.to(copy.dtype.element_ty), mask=here)
 
@@ -368,8 +439,8 @@ def attend(
     end = tl.minimum(position, (part + 1) * share)
     if ASK:
         ahead = tl.minimum(end - part * share, asked).to(tl.int32) * head_dim
-        _ask_range(keys + part * share * head_dim, ahead, 128)
-        _ask_range(values + part * share * head_dim, ahead, 128)
+        _ask_range(keys + part * share * head_dim, ahead, 128, ASK)
+        _ask_range(values + part * share * head_dim, ahead, 128, ASK)
     _wait(PDL)
     width = heads * head_dim
     d = tl.arange(0, BLOCK_D)
@@ -421,6 +492,7 @@ def attend(
         total += own
         y += v.to(tl.float32) * own
     to = out + (pid // heads) * width + head * head_dim + d
+    _ending(PDL)
     if PARTS == 1:
         tl.store(to, (y / total).to(out.dtype.element_ty), mask=is_d)
     else:
@@ -457,14 +529,14 @@ def remember(
     here = is_row[:, None] & is_d[None, :]
     keys += head * num_rows * head_dim
     values += head * num_rows * head_dim
-    share = tl.cdiv(tl.cdiv(num_rows, PARTS), BLOCK_R) * BLOCK_R
+    share = tl.cdiv(tl.cdiv(num_rows, PARTS), 16) * 16
     end = tl.minimum(num_rows, (part + 1) * share)
     best = tl.full([BLOCK_M], -1e30, tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if ASK and tile == 0:
-        _ask_range(keys + part * share * head_dim, (end - part * share) * head_dim, 128)
-        _ask_range(values + part * share * head_dim, (end - part * share) * head_dim, 128)
+        _ask_range(keys + part * share * head_dim, (end - part * share) * head_dim, 128, ASK)
+        _ask_range(values + part * share * head_dim, (end - part * share) * head_dim, 128, ASK)
     _wait(PDL)
     q = tl.load(query + at, mask=here, other=0.0)
     for start in range(part * share, end, BLOCK_R):
@@ -481,6 +553,7 @@ def remember(
         mass = mass * fade + tl.sum(p, axis=1)
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
         best = new
+    _ending(PDL)
     if PARTS == 1:
         tl.store(out + at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=here)
     else:
@@ -500,7 +573,8 @@ def remember(
             best = tl.max(tops, axis=0)
             mass = tl.sum(masses * tl.exp(tops - best[None, :]), axis=0)
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            for i in tl.static_range(PARTS):  # none of these loads waits for another
+            UNROLL: tl.constexpr = PARTS if BLOCK_M <= 16 else 1  # few images: no load waits for another
+            for i in tl.range(PARTS, loop_unroll_factor=UNROLL, num_stages=1):
                 at_part = to + i * step
                 top = tl.load(at_part + BLOCK_M * BLOCK_D + m, mask=is_row, other=0.0, cache_modifier=".cg")
                 ys = tl.load(at_part + inside, mask=is_row[:, None], other=0.0, cache_modifier=".cg")
@@ -524,9 +598,9 @@ def gates(
     squares = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if ASK:
-        _ask_tile(weight, number * width, is_column, width, BLOCK_N)
+        _ask_tile(weight, number * width, is_column, width, BLOCK_N, ASK)
         if HAS_LEFT:
-            _ask_tile(left, number * inputs, is_column, inputs, BLOCK_N)
+            _ask_tile(left, number * inputs, is_column, inputs, BLOCK_N, ASK)
     _wait(PDL)
     acc, squares, total = _multiply(
         x, rows_64 * width, is_row, weight, number * width, is_column, width,
@@ -540,6 +614,7 @@ def gates(
         )  # fmt: skip
     here = is_row[:, None] & is_column[None, :]
     acc += tl.load(above + rows_64[:, None] * above_stride + number[None, :], mask=here, other=0.0)
+    _ending(PDL)
     tl.store(out + rows_64[:, None] * out_stride + number[None, :], acc, mask=here)
 
 
@@ -578,6 +653,7 @@ def draw(
         below = (tl.cumsum(mass, axis=0) <= number) & is_v
         value = tl.minimum(tl.sum(below.to(tl.int32), axis=0), num_values - 1)
     value = tl.where(is_known, given, value)
+    _ending(PDL)
     tl.store(target + place, value.to(tl.int64))
     u = tl.arange(0, BLOCK_UNITS)
     is_u = u < units
