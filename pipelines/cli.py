@@ -18,6 +18,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from pipelines import interruption
 from pipelines.config import ExperimentConfig, load, nearest, outdone, preset_names, stage_names
 from pipelines.errors import UserError
 from pipelines.masking import masked_output
@@ -26,7 +27,7 @@ from pipelines.start import collect_garbage, show_status, start
 if TYPE_CHECKING:
     from pipelines.own_images import OwnImages
 
-UNUSABLE, INTERRUPTED = 2, 130
+UNUSABLE = 2
 CHOICES = {"--only": "only", "--rerun": "rerun", "--keep": "keep", "--from": "start_from"}
 
 
@@ -62,13 +63,14 @@ def run_guarded(command: Callable[[], int]) -> int:
     """The command's exit code; a user's mistake is one line on stderr, without a traceback. No secret is printed."""
     with masked_output():
         try:
+            interruption.raises_again()
             return command()
         except UserError as error:
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
             return UNUSABLE
         except KeyboardInterrupt:
-            print("interrupted; the same command goes on from here", file=sys.stderr)
-            return INTERRUPTED
+            print(interruption.LINE, file=sys.stderr)
+            return interruption.INTERRUPTED
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "full_multidim.py", only: Sequence[str] = ()) -> int:

@@ -11,6 +11,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: the project instead of this folder, whose names (git, ...) hide packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from pipelines import interruption
+
+    interruption.ends_the_process()
 
 from pipelines import cli
 

@@ -6,7 +6,9 @@ python -m pytest tests/pipelines/test_cli.py
 from __future__ import annotations
 
 import functools
+import importlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +17,19 @@ from typing import Any
 
 import pytest
 
-from pipelines import cli, cluster, evaluate, full_multidim, pipeline, plan, prepare_data, sample, start, train_stage
+from pipelines import (
+    cli,
+    cluster,
+    evaluate,
+    full_multidim,
+    interruption,
+    pipeline,
+    plan,
+    prepare_data,
+    sample,
+    start,
+    train_stage,
+)
 from pipelines.config import load
 from pipelines.errors import UserError
 from pipelines.lock import Lock
@@ -286,7 +300,7 @@ def test_importing_the_command_line_leaves_heavy_packages_alone() -> None:
 
 def test_scripts_find_the_project_and_do_not_hide_packages(tmp_path: Path) -> None:
     """Run from anywhere, not installed; pipelines/git.py must not become the top-level module `git`."""
-    scripts = ["full_multidim", "prepare_data", "train_stage", "evaluate", "sample", "describe"]
+    scripts = SCRIPTS
     for script in scripts[:-1]:
         assert len((ROOT / "pipelines" / f"{script}.py").read_text().splitlines()) < 40
     code = """
@@ -323,6 +337,54 @@ def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(cli, "start", interrupt)
     assert full_multidim.main(["--config", "debug"]) == 130
     assert capsys.readouterr().err == "interrupted; the same command goes on from here\n"
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(name, path=None, target=None):
+        if name == os.environ["INTERRUPT_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts)
+"""
+SCRIPTS = ("full_multidim", "prepare_data", "train_stage", "evaluate", "sample", "describe")
+IMPORTS = [(script, "pipelines.cli") for script in SCRIPTS]  # the first import of weight; those within it; a later one
+IMPORTS += [("full_multidim", name) for name in ("omegaconf", "numpy", "torch.nn", "pipelines.start")]
+IMPORTS += [("full_multidim", "pipelines.pipeline")]
+
+
+def interrupted_import(script: str, module: str, tmp_path: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a script that gets SIGINT when it begins to import the module."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED_IMPORT)
+    arguments = ["--config", "debug", f"storage={tmp_path / 'runs'}", "--dry-run"]
+    return subprocess.run(
+        [sys.executable, str(ROOT / "pipelines" / f"{script}.py"), *arguments],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "INTERRUPT_AT": module},
+        capture_output=True,
+        text=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(("script", "module"), IMPORTS, ids=[" ".join(pair) for pair in IMPORTS])
+def test_an_interrupt_during_imports_is_no_traceback(script: str, module: str, tmp_path: Path) -> None:
+    done = interrupted_import(script, module, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{interruption.LINE}\n")
+
+
+def test_what_was_started_to_ignore_interrupts_does_so_during_imports(tmp_path: Path) -> None:
+    done = interrupted_import(
+        "full_multidim", "torch.nn", tmp_path, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)
+    )
+    assert (done.returncode, done.stderr) == (0, "") and "prepare_data" in done.stdout
+
+
+def test_importing_a_command_leaves_interrupts_alone() -> None:
+    for module in (full_multidim, prepare_data, train_stage, evaluate, sample):
+        importlib.reload(module)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_mistake_stays_one_line(capsys: pytest.CaptureFixture[str]) -> None:
