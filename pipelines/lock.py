@@ -1,16 +1,18 @@
 """One start at a time on a run folder: a lock file locally, a lease object on object stores.
 
-A holder writes who it is and, every few seconds, that it is still alive. The lock of a dead process on this machine,
-or one without a sign of life for `stale_sec`, is taken over; that of another machine is watched for `watch_sec` before,
-since clocks need not agree. On an object store there is no exclusive create, so two
-starts in the same second are told apart by reading the lease back after a moment; attempt ids keep even two writers
-harmless.
+A holder writes who it is and, every few seconds, that it is still alive. The lock of a process of this machine is that
+process's as long as it lives. A holder on another machine is told from a dead one by watching: its clock and ours need
+not agree, so times in the lock prove nothing. One that changes is held. One that stays as it is for `watch_sec` counts
+as free for who only looks; it is taken over then if its last sign of life is old by its own time too, else after
+`stale_sec`. On an object store there is no exclusive create, so two starts in the same second are told apart by reading
+the lease back after a moment; attempt ids keep even two writers harmless.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 import uuid
@@ -23,6 +25,7 @@ from pipelines.storage import Store
 HEARTBEAT_SEC = 10.0
 STALE_SEC = 90.0  # several heartbeats: a busy disk must not look like death
 WATCH_SEC = 25.0  # two heartbeats and a half
+_LOOK_SEC = 0.5
 SETTLE_SEC = 1.0  # object stores: how long a rival start may need to overwrite our lease
 
 
@@ -43,8 +46,9 @@ class Lock:
         self.stale_sec, self.heartbeat_sec = stale_sec, heartbeat_sec
         self.watch_sec, self.settle_sec = watch_sec, settle_sec
         self.lost = False  # another start took the lock over: this one was silent for too long
-        self._token = uuid.uuid4().hex
+        self.token = uuid.uuid4().hex
         self._started = time.time()
+        self._watched: tuple[dict, float] | None = None  # another machine's lock, monotonic time when it was so first
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -70,13 +74,16 @@ class Lock:
         if self._thread is not None:
             self._thread.join(timeout=5)
         holder = self._read()
-        if holder is not None and holder.get("token") == self._token:
+        if holder is not None and holder.get("token") == self.token:
             self.store.delete(self.file)
 
     def holder(self) -> dict | None:
-        """The living start that holds the lock, None if it is free: {"host", "pid", "since": seconds, ...}."""
-        holder = self._read()
-        return None if holder is None or self._is_stale(holder) else holder
+        """The living start that holds the lock, None if it is free: {"token", "host", "pid", "since": seconds, ...}.
+
+        Takes up to `watch_sec` where the lock is of another machine.
+        """
+        found = self._read()
+        return None if found is None else self._living(found, within_sec=self.watch_sec)
 
     def _create_file(self) -> None:
         path = self.store.local(self.file)
@@ -97,10 +104,9 @@ class Lock:
         holder = self._read()
         if holder is None:
             return
-        if not self._is_dead(holder):
-            raise UserError(refusal_to_share(self.store, holder))
+        self._refuse_to_share_with_the_living(holder)
         path = self.store.local(self.file)
-        aside = path.with_name(f"{path.name}.{self._token}")
+        aside = path.with_name(f"{path.name}.{self.token}")
         try:
             os.rename(path, aside)
         except FileNotFoundError:
@@ -115,41 +121,44 @@ class Lock:
 
     def _take_lease(self) -> None:
         holder = self._read()
-        if holder is not None and not self._is_dead(holder):
-            raise UserError(refusal_to_share(self.store, holder))
+        if holder is not None:
+            self._refuse_to_share_with_the_living(holder)
         self.store.write_bytes(self.file, self._content())
         time.sleep(self.settle_sec)
         holder = self._read() or {}
-        if holder.get("token") != self._token:
+        if holder.get("token") != self.token:
             raise UserError(refusal_to_share(self.store, holder))
 
     def _beat(self) -> None:
         while not self._stop.wait(self.heartbeat_sec):
             try:
                 holder = self._read()
-                if holder is not None and holder.get("token") != self._token:
+                if holder is not None and holder.get("token") != self.token:
                     self.lost = True
                     return
                 self.store.write_bytes(self.file, self._content())
             except OSError:
                 continue  # a store that is away for a moment: the next beat tries again
 
-    def _is_stale(self, holder: dict) -> bool:
-        if is_here(holder):  # a living process keeps it, however long it was suspended
-            return not is_alive(holder)
-        return time.time() - holder.get("heartbeat", 0.0) > self.stale_sec
+    def _refuse_to_share_with_the_living(self, holder: dict) -> None:
+        looks_old = time.time() - holder.get("heartbeat", 0.0) > self.stale_sec
+        living = self._living(holder, within_sec=self.watch_sec if looks_old else self.stale_sec)
+        if living is not None:
+            raise UserError(refusal_to_share(self.store, living))
 
-    def _is_dead(self, holder: dict) -> bool:
-        """Stale, and if it is of another machine, whose clock may be behind: it gives no sign while it is watched."""
-        if not self._is_stale(holder) or is_here(holder):
-            return self._is_stale(holder)
-        deadline = time.monotonic() + self.watch_sec
-        while time.monotonic() < deadline:
-            time.sleep(1.0)
+    def _living(self, holder: dict, *, within_sec: float) -> dict | None:
+        """The lock's content if its holder lives; None if not, or if it was given back meanwhile."""
+        if is_here(holder):  # a living process keeps it, however long it was suspended
+            return holder if is_alive(holder) else None
+        if self._watched is None or self._watched[0] != holder:
+            self._watched = holder, time.monotonic()
+            print(f"looking for a sign of life of {described(holder)}: up to {within_sec:g} s", file=sys.stderr)
+        while time.monotonic() < self._watched[1] + within_sec:
+            time.sleep(_LOOK_SEC)
             found = self._read()
             if found != holder:
-                return found is None  # given back meanwhile, or alive
-        return True
+                return found
+        return None
 
     def _read(self) -> dict | None:
         try:
@@ -167,7 +176,7 @@ class Lock:
 
     def _content(self) -> bytes:
         times = {"since": self._started, "heartbeat": time.time()}
-        return json.dumps({"token": self._token, **describe(), **times}).encode()
+        return json.dumps({"token": self.token, **describe(), **times}).encode()
 
 
 def _parse(content: bytes) -> dict:

@@ -249,6 +249,7 @@ class _Engine:
             "starts": [*starts, now],
             "ingredients": decision.ingredients,
             "mlflow_run_id": handle.reference,
+            "lock": self.lock.token if self.lock is not None else None,  # whose work it is, whatever the clocks say
         }
         store.write_bytes(posixpath.join(folder, attempts.STARTED), json.dumps(started, indent=1).encode())
         task = make_task(

@@ -52,8 +52,9 @@ def start(
     names = pipeline.node_names(config) if own is None else own.node_names
     planning.check_names(names, **chosen)
     nodes = pipeline.nodes(config, own=own)
+    lock = Lock(store)
     with _reading(store):
-        plan, holder = dag.plan(nodes, store, **chosen), Lock(store).holder()
+        plan, holder = dag.plan(nodes, store, **chosen), lock.holder()
     if holder and not dry_run:  # at once: Ray takes a while to start, and memory from the start that is running
         raise UserError(refusal_to_share(store, holder))
     print(to_yaml(config))
@@ -70,7 +71,7 @@ def start(
         dag.check_fits(plan, session)
         if session.mode == "embedded":  # else the GPUs are those of other machines, whose workers say what does not fit
             _check_batch(plan, config)
-        with _locked(store) as lock:
+        with _locked(lock):
             if own is None:  # the run folder's config stays that of its pipeline
                 claim_run_folder(store, name=config.name, config_yaml=mask_uris(to_yaml(config)))
             plan = dag.plan(nodes, store, **chosen)  # as it is now that nobody else writes
@@ -102,7 +103,7 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
 
     store = _run_folder(config)
     nodes = pipeline.nodes(config)
-    with _locked(store) if delete and store.list("nodes") else contextlib.nullcontext():
+    with _locked(Lock(store)) if delete and store.list("nodes") else contextlib.nullcontext():
         with _reading(store):
             holder = None if delete else Lock(store).holder()
             found = garbage.find(dag.plan(nodes, store), holder=holder)
@@ -159,14 +160,13 @@ def _reading(store: Store) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(store: Store) -> Iterator[Lock]:
-    lock = Lock(store)
+def _locked(lock: Lock) -> Iterator[None]:
     try:
         lock.acquire()
     except OSError as error:
-        raise UserError(f"cannot write to the run folder {store.uri}: {error.strerror or error}") from error
+        raise UserError(f"cannot write to the run folder {lock.store.uri}: {error.strerror or error}") from error
     try:
-        yield lock
+        yield
     finally:
         lock.release()
 

@@ -6,7 +6,6 @@ Reads storage and source files only; it may be asked at any time, also while a s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Any
 
 from pipelines import attempts
@@ -33,9 +32,9 @@ def lines(plan: Plan) -> list[str]:
 
 def is_running(attempt: Attempt, holder: Mapping[str, Any] | None) -> bool:
     """Whether the start that holds the run folder has begun or continued this attempt, and not ended it."""
-    if holder is None or attempt.success is not None or attempt.failed or not attempt.starts:
+    if holder is None or attempt.success is not None or attempt.failed:
         return False
-    return datetime.fromisoformat(attempt.starts[-1]).timestamp() >= int(holder.get("since", 0.0))
+    return attempt.started.get("lock") == holder.get("token", "")
 
 
 def _row(decision: Decision, plan: Plan, holder: Mapping[str, Any] | None) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import pytest
 from pyarrow._fs import _MockFileSystem
 
 from pipelines.errors import UserError
-from pipelines.lock import Lock
+from pipelines.lock import STALE_SEC, WATCH_SEC, Lock
 from pipelines.storage import Store, open_store
 
 
@@ -66,23 +66,76 @@ def test_a_living_process_keeps_its_lock_without_heartbeats(store: Store) -> Non
         lock(store).acquire()
 
 
-def test_another_machine_counts_as_dead_only_without_heartbeats(store: Store) -> None:
-    lock(store).acquire()
-    edit(store, token="other", place="elsewhere", host="elsewhere", heartbeat=time.time() - 30)
-    with pytest.raises(UserError, match="on elsewhere since"):
-        lock(store, stale_sec=60).acquire()
-    edit(store, heartbeat=time.time() - 90)
-    lock(store, stale_sec=60).acquire()
+class Passing:
+    """Time that passes only when the lock waits for it; `what(seconds so far)` happens after each wait."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds, self.what = 0.0, lambda seconds: None
+        monkeypatch.setattr("pipelines.lock.time.monotonic", lambda: self.seconds)
+        monkeypatch.setattr("pipelines.lock.time.sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.what(self.seconds)
 
 
-def test_another_machine_whose_clock_is_behind_keeps_its_lock(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its heartbeats look old from here, but they go on."""
+@pytest.fixture
+def passing(monkeypatch: pytest.MonkeyPatch) -> Passing:
+    return Passing(monkeypatch)
+
+
+def held_elsewhere(store: Store, *, clock: float) -> float:
+    """The lock of another machine, whose clock is so many seconds ahead of this one's; the time of its heartbeat."""
     lock(store).acquire()
-    an_hour_ago = time.time() - 3600
-    edit(store, token="other", place="elsewhere", host="elsewhere", heartbeat=an_hour_ago)
-    monkeypatch.setattr("pipelines.lock.time.sleep", lambda _: edit(store, heartbeat=an_hour_ago + 10))
-    with pytest.raises(UserError, match="on elsewhere since"):
-        lock(store, watch_sec=60).acquire()
+    beat = time.time() + clock
+    edit(store, token="other", place="elsewhere", host="elsewhere", since=beat, heartbeat=beat)
+    return beat
+
+
+CLOCKS = [0, 3600, -3600]
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_another_machine_that_gives_a_sign_keeps_its_lock_whatever_its_clock_says(
+    store: Store, clock: float, passing: Passing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beat = held_elsewhere(store, clock=clock)
+    for try_it in (lambda: Lock(store).holder(), lambda: Lock(store, settle_sec=0.0).acquire()):
+        passing.seconds, passing.what = 0.0, lambda seconds: edit(store, heartbeat=beat + seconds // 10 * 10)
+        edit(store, heartbeat=beat)
+        try:
+            assert (try_it() or {})["host"] == "elsewhere"
+        except UserError as refusal:
+            assert "on elsewhere since" in str(refusal)
+        assert 0 < passing.seconds <= 10
+        assert capsys.readouterr().err.startswith("looking for a sign of life of process ")
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_another_machine_that_gives_no_sign_is_dead_whatever_its_clock_says(
+    store: Store, clock: float, passing: Passing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_elsewhere(store, clock=clock)
+    rival = Lock(store, settle_sec=0.0)
+    assert rival.holder() is None
+    assert passing.seconds == WATCH_SEC
+    with rival:  # what it has seen so far counts
+        assert passing.seconds == (WATCH_SEC if clock < 0 else STALE_SEC)
+        assert json.loads(store.read_bytes("run.lock"))["token"] == rival.token
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_lock_that_is_given_back_while_it_is_watched_is_free(store: Store, passing: Passing) -> None:
+    def give_back(_: float) -> None:
+        if (Lock(store)._read() or {}).get("token") == "other":
+            store.delete("run.lock")
+
+    passing.what = give_back
+    held_elsewhere(store, clock=0)
+    assert Lock(store).holder() is None and passing.seconds < 10
+    held_elsewhere(store, clock=0)
+    with Lock(store, settle_sec=0.0):
+        assert passing.seconds < 10
 
 
 def test_heartbeats_go_on(store: Store) -> None:
@@ -104,13 +157,20 @@ def test_a_holder_that_was_overtaken_notices_and_leaves_the_new_lock(store: Stor
     assert json.loads(store.read_bytes("run.lock"))["token"] == "another start"
 
 
-def test_a_half_written_lock_file_is_judged_by_its_age(tmp_path: Path) -> None:
+def test_a_half_written_lock_file_is_watched_too(tmp_path: Path, passing: Passing) -> None:
+    """Its writer died just then, or is about to go on."""
     store = open_store(tmp_path)
     (tmp_path / "run.lock").touch()
-    with pytest.raises(UserError, match="in use by another start"):
-        lock(store).acquire()
+    with lock(store, watch_sec=5.0, stale_sec=9.0):
+        assert passing.seconds == 9.0
+    (tmp_path / "run.lock").touch()
     os.utime(tmp_path / "run.lock", (1, 1))
-    lock(store).acquire()
+    with lock(store, watch_sec=5.0, stale_sec=9.0):
+        assert passing.seconds == 9.0 + 5.0
+    (tmp_path / "run.lock").touch()
+    passing.what = lambda seconds: (tmp_path / "run.lock").write_text('{"token": "other", "host": "elsewhere"}')
+    with pytest.raises(UserError, match="in use by another start"):
+        lock(store, watch_sec=5.0).acquire()
 
 
 def test_of_two_rivals_for_a_stale_lock_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +188,7 @@ def test_of_two_rivals_for_a_stale_lock_one_wins(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "rename", overtaken)
     with pytest.raises(UserError, match="in use"):
         slow.acquire()
-    assert json.loads((tmp_path / "run.lock").read_bytes())["token"] == fast._token
+    assert json.loads((tmp_path / "run.lock").read_bytes())["token"] == fast.token
 
 
 def test_a_lease_overwritten_by_a_rival_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:

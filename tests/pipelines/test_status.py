@@ -5,6 +5,9 @@ python -m pytest tests/pipelines/test_status.py
 
 from __future__ import annotations
 
+import json
+from datetime import UTC, datetime, timedelta
+
 from toy.diamond import carry_out, decided, diamond
 
 from pipelines import attempts, status
@@ -50,12 +53,20 @@ def test_interrupted_failed_and_damaged(finished: Store) -> None:
 
 
 def test_what_a_living_start_works_on_is_running(finished: Store) -> None:
-    with Lock(finished):
-        carry_out(decided(finished, diamond(**CHANGED)), broken=["left"])
+    with Lock(finished) as lock:
+        carry_out(decided(finished, diamond(**CHANGED)), broken=["left"], lock=lock.token)
         lines = status.lines(decided(finished, diamond(**CHANGED)))
         assert lines[0].startswith("in use by process ")
         assert rows(finished, **CHANGED)["left"].startswith("running")
     assert rows(finished, **CHANGED)["left"].startswith("interrupted")
+    with Lock(finished) as another:
+        assert rows(finished, **CHANGED)["left"].startswith("interrupted"), "by an earlier start"
+        (left,) = (a for a in attempts.history(finished, "left") if a.success is None)
+        ahead = (datetime.now(tz=UTC) + timedelta(hours=1)).isoformat()  # that start's clock
+        finished.write_text(f"{left.folder}/{attempts.STARTED}", json.dumps({**left.started, "starts": [ahead]}))
+        assert rows(finished, **CHANGED)["left"].startswith("interrupted")
+        finished.write_text(f"{left.folder}/{attempts.STARTED}", json.dumps({**left.started, "lock": another.token}))
+        assert rows(finished, **CHANGED)["left"].startswith("running")
 
 
 def test_nodes_of_own_images_appear_once_they_have_run(finished: Store) -> None:

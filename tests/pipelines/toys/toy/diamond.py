@@ -30,8 +30,11 @@ def decided(store: Store, nodes: Sequence[Node] | None = None, *, root: Path = T
     return plan(nodes or diamond(), store, packages=("toy",), root=root, **options)
 
 
-def carry_out(made: Plan, *, broken: Sequence[str] = ()) -> list[str]:
-    """Runs a plan in this process as the runner does, leaving `broken` nodes unfinished; returns what ran."""
+def carry_out(made: Plan, *, broken: Sequence[str] = (), lock: str | None = None) -> list[str]:
+    """Runs a plan in this process as the runner does, leaving `broken` nodes unfinished; returns what ran.
+
+    lock: token of the run folder's lock, which the runner writes down.
+    """
     store, ran = made.store, []
     outputs = {d.node.name: d.success.output(store) for d in made.decisions if d.success}
     for decision in made.decisions:
@@ -48,8 +51,8 @@ def carry_out(made: Plan, *, broken: Sequence[str] = ()) -> list[str]:
         folder = attempts.attempt_folder(node.name, decision.fingerprint, attempt)
         if node.name in broken:
             now = attempts.utc_now()
-            started = json.dumps({"ingredients": decision.ingredients, "starts": [now], "mlflow_run_id": "run7"})
-            store.write_text(f"{folder}/{attempts.STARTED}", started)
+            started = {"ingredients": decision.ingredients, "starts": [now], "mlflow_run_id": "run7", "lock": lock}
+            store.write_text(f"{folder}/{attempts.STARTED}", json.dumps(started))
             continue
         task = make_task(
             decision,
