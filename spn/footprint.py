@@ -1,8 +1,8 @@
 """GPU memory that sampling a chain takes, and the largest batch that fits: counted from shapes, without a GPU.
 
 Weights, caches and states are counted by making them on torch's meta device with the code that makes them on a GPU;
-what passes between them, by running that code there and adding up what is alive at once. In bfloat16 the embedder is
-counted as float32 plus the copies that autocast makes of its weights, which is more than it takes.
+what passes between them, by running that code there, as a GPU would run it (meta.py), and adding up what is alive at
+once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spn.fused import FusedDecoder
+from spn.meta import AsOnGPU
 from spn.model import SPN, SPNConfig
 from spn.sampling import EMBEDDED_AT_ONCE
 
@@ -96,8 +97,11 @@ class _Network:
         given = image if self.config.num_given_bits else None
         own = [*self.model.parameters(), *self.model.buffers(), image, index]
         with torch.no_grad():
-            peak = _peak_bytes(lambda: self.model.context(image, index, given), apart_from=own)
-        return peak + (_sum_bytes(self.model.embedder.parameters()) // 2 if self.precision == "bfloat16" else 0)
+            return _peak_bytes(lambda: self._context(image, index, given), apart_from=own)
+
+    def _context(self, image: Tensor, index: Tensor, given: Tensor | None) -> Tensor | None:
+        with AsOnGPU(self.precision):
+            return self.model.context(image, index, given)
 
 
 def _bytes(networks: Sequence[_Network], batch: int) -> int:
