@@ -282,6 +282,8 @@ def test_a_start_that_lost_its_lock_stops(store: Store, tmp_path: Path) -> None:
         with pytest.raises(Stopped, match="another start took over"):
             run(made, cluster=TWO_CPUS, ledger=silent_ledger(), display=display, lock=lock)
         thread.join()
+        (attempt,) = attempts.history(store, "a")
+        assert attempt.started["lock"] == lock.token, "--status tells by it whose work this is"
 
 
 @pytest.mark.slow
