@@ -30,6 +30,7 @@ from data_prep.config import DataConfig
 from data_prep.parquet import MANIFEST, QUARANTINE, QUARANTINE_SCHEMA, Manifest, Shard, keys_hash
 from data_prep.plan import Plan, config_dict, make_plan, num_duplicates
 from data_prep.shard import write_shard
+from data_prep.sources.item import UnusableSource
 
 CLAIM = "build.lock"
 _ANSWER_SEC = 1.0  # a cluster may have no machine yet, or the one that answers is just starting
@@ -37,6 +38,10 @@ _ANSWER_SEC = 1.0  # a cluster may have no machine yet, or the one that answers 
 
 class TooManyUnusable(Exception):
     """More photos than max_quarantine_fraction allows could not be used; nothing was committed."""
+
+
+class Unplannable(ValueError):
+    """The configuration does not go with the source; one line that begins with the field's name says how."""
 
 
 def build(
@@ -49,10 +54,10 @@ def build(
     """Builds the data set in the folder `out` (path or URI) and returns its manifest. Ray must be initialised.
 
     `progress(done, total, quarantined)` is called as shards finish: images done and planned, photos quarantined.
-    Raises ValueError for an unusable source or an `out` that holds another finished data set, TooManyUnusable, and
-    claim.FolderInUse while another build is at work in `out`.
+    Raises UnusableSource or Unplannable, before anything is written, TooManyUnusable, ValueError for an `out` that
+    holds another finished data set, and claim.FolderInUse while another build is at work in `out`.
     """
-    plan = make_plan(config, sources.find(config))
+    plan = _planned(config)
     filesystem, folder = files.locate(out)
     with Claim(filesystem, f"{folder}/{CLAIM}") as claim:
         _prepare_folder(filesystem, folder, out, plan)
@@ -79,6 +84,15 @@ def build(
         claim.check()
         files.put_bytes(filesystem, f"{folder}/{MANIFEST}", manifest.to_json().encode())
     return manifest
+
+
+def _planned(config: DataConfig) -> Plan:
+    try:
+        return make_plan(config, sources.find(config))
+    except UnusableSource:
+        raise
+    except ValueError as error:
+        raise Unplannable(str(error)) from error
 
 
 def _prepare_folder(filesystem: pafs.FileSystem, folder: str, out: str, plan: Plan) -> None:

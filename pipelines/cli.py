@@ -5,7 +5,7 @@
     prepare_data.py alone: --list-sources  --verify [URI]
 
 Arguments, config and node names are checked before anything heavy is imported, so that a mistake is answered at once.
-Exit codes: 0 done, 1 a node failed, 2 unusable arguments or config (one line on stderr), 130 interrupted.
+Exit codes: 0 done, 1 a node failed, 2 unusable arguments, config or data (one line on stderr), 130 interrupted.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ class NodeReport:
     seconds: float = 0.0
     mlflow_run_id: str | None = None  # of the run that made the output
     error: str = ""  # failed: one line; blocked: what it waited for
+    mistaken: bool = False  # failed by a mistake of the user's, which `error` tells
 
 
 @dataclass(frozen=True)
@@ -295,7 +296,7 @@ class _Engine:
         self.ledger.finish(running.handle, "FAILED")
         uri = self.plan.store.uri_of(folder)
         self.reports[node.name] = NodeReport(
-            FAILED, running.attempt, uri, {}, seconds, running.handle.run_id, outcome.error
+            FAILED, running.attempt, uri, {}, seconds, running.handle.run_id, outcome.error, outcome.mistaken
         )
         self.display.line(f"[{node.name}] FAILED after {clock(seconds)}: {outcome.error}")
         self.display.line(f"[{node.name}] see {self.plan.store.uri_of(posixpath.join(folder, attempts.ERROR))}")

@@ -41,7 +41,8 @@ def start(
     """Runs the config's nodes (`only` these, if any; with `own` images the one that reads them), returns the exit code.
 
     Raises UserError before anything is written: for unknown nodes, another config's run folder or one that another
-    start holds, a cluster too small.
+    start holds, a cluster too small. And at the end, where nodes failed by nothing but mistakes that only they could
+    find, such as an archive that is cut off.
     """
     from pipelines import pipeline
 
@@ -199,7 +200,10 @@ def _run(
 def _say_how_it_ended(report: dag.RunReport, store: Store, *, tracking_uri: str, whole: bool) -> int:
     from pipelines import summary
 
-    print()
+    print(flush=True)
+    failed = {name: node for name, node in report.nodes.items() if node.state == "failed"}
+    if failed and all(node.mistaken for node in failed.values()):
+        raise UserError("; ".join(f"{name}: {node.error}" for name, node in failed.items()))
     if not report.ok:
         for name, node in report.nodes.items():
             if node.state == "failed":

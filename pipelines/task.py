@@ -83,6 +83,7 @@ class Outcome:
     success: Success | None
     error: str = ""  # one line
     lost: bool = False  # to a fault of the infrastructure: it may be tried again
+    mistaken: bool = False  # a UserError: the user's data or configuration, not the program
 
 
 def execute(task: Task) -> Outcome:
@@ -189,7 +190,7 @@ def _failed(task: Task, error: BaseException, text: str) -> Outcome:
     lost = is_infrastructure(error)
     with contextlib.suppress(OSError) if lost else contextlib.nullcontext():  # it may be storage that is away
         task.store.write_text(posixpath.join(task.folder, attempts.ERROR), mask(text))
-    return Outcome(None, one_line(error), lost)
+    return Outcome(None, one_line(error), lost, mistaken=isinstance(root_cause(error), UserError))
 
 
 def one_line(error: BaseException) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from data_prep import card
-from data_prep.build import build
+from data_prep.build import TooManyUnusable, Unplannable, build
 from data_prep.parquet import Manifest
+from data_prep.sources.item import UnusableSource
 from pipelines import storage
+from pipelines.errors import UserError
 from pipelines.node import NodeContext, NodeResult
 
 FOLDER = "dataset"
@@ -16,7 +18,8 @@ FOLDER = "dataset"
 def run(context: NodeContext) -> NodeResult:
     """config: data (DataConfig without what is in options). options: root, max_quarantine_fraction, num_cpus of a task.
 
-    Raising max_quarantine_fraction after a build gave up makes no other data set: it goes on.
+    Raising max_quarantine_fraction after a build gave up makes no other data set: it goes on. Raises UserError for a
+    source that cannot be used, or not with this configuration.
     """
     options = {name: context.options[name] for name in ("root", "max_quarantine_fraction")}
     config = dataclasses.replace(context.config["data"], **options)
@@ -25,7 +28,12 @@ def run(context: NodeContext) -> NodeResult:
         context.progress.update(done, total, unit="images", note=f"{quarantined} quarantined")
 
     out = storage.join(context.out, FOLDER)
-    manifest = build(config, out=out, progress=report, num_cpus_per_task=context.options["num_cpus"])
+    try:
+        manifest = build(config, out=out, progress=report, num_cpus_per_task=context.options["num_cpus"])
+    except (UnusableSource, TooManyUnusable) as error:
+        raise UserError(f"data.root: {error}") from error
+    except Unplannable as error:
+        raise UserError(f"data.{error}") from error
     metrics = _metrics(manifest)
     with context.run.open() as run:
         run.log_text(manifest.to_json(), "manifest.json")

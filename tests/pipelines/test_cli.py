@@ -34,6 +34,7 @@ from pipelines.config import load
 from pipelines.errors import UserError
 from pipelines.lock import Lock
 from pipelines.node import Node
+from pipelines.runner import NodeReport, RunReport
 from pipelines.storage import open_store
 
 ROOT, TOYS = Path(__file__).parents[2], Path(__file__).parent / "toys"
@@ -395,6 +396,24 @@ def test_a_mistake_stays_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "error: first second\n"
 
 
+@pytest.mark.parametrize("others", ["blocked", "failed"])
+def test_a_mistake_that_only_a_node_could_find_is_one_too(others: str, tmp_path: Path) -> None:
+    """Where another node failed of itself, that is what the command ends with."""
+    nodes = {
+        "a": NodeReport("failed", error="data.root: it is cut off", mistaken=True),
+        "b": NodeReport(others, error="needs a"),
+        "c": NodeReport("executed"),
+    }
+    end = functools.partial(
+        start._say_how_it_ended, RunReport(nodes), open_store(tmp_path), tracking_uri="", whole=True
+    )
+    if others == "failed":
+        assert end() == 1
+    else:
+        with pytest.raises(UserError, match="^a: data.root: it is cut off$"):
+            end()
+
+
 def test_a_bug_keeps_its_traceback() -> None:
     def fail() -> int:
         raise RuntimeError("a bug")
@@ -438,6 +457,11 @@ def test_exit_codes_of_a_start(
 
     code, out, _ = command(full_multidim.main, "--only", "third", "--rerun", "third")
     assert code == 0 and "third executed: " in out and "first executed" not in out
+
+    nodes[0] = Node("first", "toy.nodes:mistake")
+    code, out, err = command(full_multidim.main)
+    assert code == 2 and err == "error: first: the folder is empty\n"
+    assert "[first] FAILED" in out and "was not started" not in out
 
 
 # ---- what can be read ----------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def test_a_failure_stops_what_hangs_on_it_and_nothing_else(store: Store, flag: P
 
 def test_a_users_mistake_inside_a_node_is_its_one_line(store: Store) -> None:
     report, _ = go(store, [node("a", "mistake")])
-    assert report.nodes["a"].error == "the folder is empty"
+    assert report.nodes["a"].error == "the folder is empty" and report.nodes["a"].mistaken
 
 
 def test_every_node_has_a_process_of_its_own(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

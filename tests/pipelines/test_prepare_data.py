@@ -1,0 +1,96 @@
+"""The node prepare_data: what it refuses is the user's to change, told in one line.
+
+python -m pytest tests/pipelines/test_prepare_data.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from data_prep.config import DataConfig
+from pipelines.errors import UserError
+from pipelines.node import NodeContext
+from pipelines.nodes import prepare_data
+from pipelines.progress import Reporter
+from pipelines.storage import open_store
+from pipelines.task import Task, execute
+from pipelines.tracking import RunHandle
+
+GOOD = DataConfig(dataset="pictures", image_size=8, resolutions=[8], bits=[8], max_quarantine_fraction=0.0)
+
+
+def photos(root: Path, number: int = 4) -> None:
+    for i in range(number):
+        Image.new("RGB", (12, 12), (i, 2 * i, 3 * i)).save(root / f"{i}.png")
+
+
+def cut_off_tar(root: Path) -> None:
+    photos(root)
+    whole = root / "whole.tar"
+    with tarfile.open(whole, "w") as tar:
+        for i in range(4):
+            tar.add(root / f"{i}.png", f"{i}.png")
+            (root / f"{i}.png").unlink()
+    (root / "ILSVRC2012_img_val.tar").write_bytes(whole.read_bytes()[:1540])
+    whole.unlink()
+
+
+def two_depths_of_folders(root: Path) -> None:
+    (root / "train" / "n01440764").mkdir(parents=True)
+    photos(root / "train" / "n01440764")
+    photos(root / "train", 1)
+
+
+def split_of_others(root: Path) -> None:
+    photos(root)
+    (root / "splits.txt").write_text("0.png train\nother.png test\n")
+
+
+CASES: dict[str, tuple[Callable[[Path], None], dict, str]] = {
+    "cut off": (cut_off_tar, {}, "data.root: truncated_archive: ILSVRC2012_img_val.tar: "),
+    "layout": (two_depths_of_folders, {}, "data.root: unexpected_layout: train/0.png: "),
+    "split file": (
+        split_of_others,
+        {"split": "file", "split_file": "splits.txt"},
+        "data.root: split_mismatch: splits.txt names 2 images, ",
+    ),
+    "no split file": (photos, {"split": "file", "split_file": "splits.txt"}, "data.root: missing_file: splits.txt "),
+    "held out": (photos, {"num_test_photos": 4}, "data.num_valid_photos + num_test_photos is 4; "),
+    "glow": (photos, {"split": "glow"}, "data.split is 'glow'; it takes 3000 images for test, "),
+    "tiles": (photos, {"crop": "tiles", "tile_size": 20}, "data.root: 4 of 4 photos cannot be used, "),
+}
+
+
+@pytest.mark.parametrize(("make", "changes", "message"), CASES.values(), ids=CASES)
+def test_a_source_that_cannot_be_built_from_is_a_mistake_told_in_one_line(
+    make: Callable[[Path], None], changes: dict, message: str, tmp_path: Path
+) -> None:
+    """None of these needs Ray: they are found before the first task."""
+    root = tmp_path / "raw"
+    root.mkdir()
+    make(root)
+    config = dataclasses.replace(GOOD, **changes)
+    context = NodeContext(
+        node="prepare_data",
+        fingerprint="f",
+        attempt="1",
+        config={"data": config},
+        options={"root": str(root), "max_quarantine_fraction": 0.0, "num_cpus": 1.0},
+        inputs={},
+        out=str(tmp_path / "out"),
+        run=RunHandle(),
+        progress=Reporter("prepare_data"),
+        fresh=True,
+    )
+    with pytest.raises(UserError) as mistake:
+        prepare_data.run(context)
+    assert str(mistake.value).startswith(message) and "\n" not in str(mistake.value)
+    task = Task(open_store(tmp_path), "pipelines.nodes.prepare_data:run", context, {}, {}, "unknown")
+    outcome = execute(task)
+    assert outcome.mistaken and outcome.error == str(mistake.value) and not outcome.lost
