@@ -54,8 +54,8 @@ def build(
     """Builds the data set in the folder `out` (path or URI) and returns its manifest. Ray must be initialised.
 
     `progress(done, total, quarantined)` is called as shards finish: images done and planned, photos quarantined.
-    Raises UnusableSource or Unplannable, before anything is written, TooManyUnusable, ValueError for an `out` that
-    holds another finished data set, and claim.FolderInUse while another build is at work in `out`.
+    Raises Unplannable, UnusableSource (mostly before anything is written), TooManyUnusable, ValueError for an `out`
+    that holds another finished data set, and claim.FolderInUse while another build is at work in `out`.
     """
     plan = _planned(config)
     filesystem, folder = files.locate(out)
@@ -114,7 +114,7 @@ def _prepare_folder(filesystem: pafs.FileSystem, folder: str, out: str, plan: Pl
 
 
 def _run(config: DataConfig, plan: Plan, out: str, num_cpus_per_task: float) -> Iterator[dict]:
-    """Sidecars as their shards finish."""
+    """Sidecars as their shards finish. Raises UnusableSource."""
     tasks = [{"shard": pickle.dumps(shard)} for shard in plan.shards]
     dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks))
     dataset.context.enable_progress_bars = False  # the caller shows progress
@@ -122,6 +122,8 @@ def _run(config: DataConfig, plan: Plan, out: str, num_cpus_per_task: float) -> 
     dataset.context.custom_execution_callback_classes.append(KnowsItsCores)
     write = functools.partial(write_shard, config=config, root=plan.source.root, out=out, plan_hash=plan.hash)
     for row in dataset.map(write, num_cpus=num_cpus_per_task).iter_rows():
+        if row.get("unusable"):
+            raise UnusableSource(*json.loads(row["unusable"]))
         yield json.loads(row["sidecar"])
 
 

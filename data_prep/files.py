@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import pathlib
@@ -16,7 +17,31 @@ import pyarrow.fs as pafs
 
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]+://")
 _TEMPORARY = re.compile(r"\.tmp-\d+$")
+_HICCUPS = {
+    *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EPIPE, errno.ECONNREFUSED),
+    *(errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN),
+    *(errno.ENETRESET, errno.ENOTCONN),
+}
+# pyarrow passes on in words what an object store or the way to it said.
+_HICCUP_WORDS = re.compile(
+    r"AWS Error (NETWORK_CONNECTION|SLOW_DOWN|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|THROTTLING|REQUEST_TIMEOUT|"
+    r"REQUEST_EXPIRED|UNKNOWN \(HTTP status (429|5\d\d)\))|curlCode|Status\((UNAVAILABLE|DEADLINE_EXCEEDED|INTERNAL)|"
+    r"timed? ?out|connection (reset|closed|refused)",
+    re.IGNORECASE,
+)
 _SYNC_BYTES = 8_000_000  # written to a local file before the disk is asked to take them
+
+
+def is_hiccup(error: BaseException) -> bool:
+    """Whether the same call on a store may work in a moment: the disk, the network or the server failed, not we.
+
+    A missing file, a full disk or a refused permission stays what it is.
+    """
+    if not isinstance(error, OSError) or isinstance(error, FileNotFoundError | PermissionError):
+        return False
+    if isinstance(error, ConnectionError | TimeoutError) or error.errno in _HICCUPS:
+        return True
+    return error.errno is None and _HICCUP_WORDS.search(str(error)) is not None
 
 
 def locate(uri: str) -> tuple[pafs.FileSystem, str]:

@@ -17,7 +17,7 @@ from data_prep.config import DataConfig
 from data_prep.order import draws
 from data_prep.parquet import ShardWriter, schema
 from data_prep.plan import Row, ShardPlan, content_of, quarantine_record, refuse_small
-from data_prep.sources.item import CHW, ENCODED, Item
+from data_prep.sources.item import CHW, ENCODED, Item, UnusableSource
 
 # Pixels that a task holds at once: so few that the disk gets something steadily; more where rows share what is read, so
 # that it is read and decoded seldom.
@@ -26,14 +26,25 @@ _SHARED_CHUNK_BYTES = 256_000_000
 
 
 def write_shard(task: dict, *, config: DataConfig, root: str, out: str, plan_hash: str) -> dict:
-    """Runs in a Ray task. Returns the sidecar's text, from disk when the shard is there already."""
+    """Runs in a Ray task. Returns {"sidecar": its text}, from disk when the shard is there already.
+
+    Of a source that turns out unusable it returns {"unusable": reason and message as JSON}: of an error Ray Data hands
+    on only a text.
+    """
+    try:
+        return {"sidecar": _write_shard(task, config=config, root=root, out=out, plan_hash=plan_hash)}
+    except UnusableSource as error:
+        return {"unusable": json.dumps([error.reason, error.message])}
+
+
+def _write_shard(task: dict, *, config: DataConfig, root: str, out: str, plan_hash: str) -> str:
     shard: ShardPlan = pickle.loads(task["shard"])
     filesystem, folder = files.locate(out)
     sidecar_path = f"{folder}/_build/{shard.split}-{shard.index:05d}-of-{shard.num_shards:05d}.json"
     if files.exists(filesystem, sidecar_path):
         text = files.read_bytes(filesystem, sidecar_path).decode()
         if _is_intact(filesystem, folder, json.loads(text), plan_hash):
-            return {"sidecar": text}
+            return text
     writer = ShardWriter(
         filesystem,
         folder=folder,
@@ -64,7 +75,7 @@ def write_shard(task: dict, *, config: DataConfig, root: str, out: str, plan_has
     )
     text = json.dumps(sidecar, indent=1) + "\n"
     files.put_bytes(filesystem, sidecar_path, text.encode())
-    return {"sidecar": text}
+    return text
 
 
 def _is_intact(filesystem: pafs.FileSystem, folder: str, sidecar: dict, plan_hash: str) -> bool:

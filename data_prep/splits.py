@@ -16,7 +16,7 @@ import re
 from data_prep import files
 from data_prep.config import SPLITS, DataConfig
 from data_prep.order import rank_by_hash
-from data_prep.sources.item import Item, UnusableSource
+from data_prep.sources.item import Item, UnusableSource, as_text, readable
 
 NUM_GLOW_TEST = 3_000
 
@@ -97,20 +97,21 @@ def _glow(items: list[Item]) -> dict[str, str]:
 
 def _celeba_partition(root: str, items: list[Item]) -> dict[str, str]:
     """CelebA-HQ's image i is CelebA's image orig_file; that one's partition is 0 train, 1 valid, 2 test."""
-    partition = dict(line.split()[:2] for line in _lines(root, (_PARTITION,)))
-    rows = [line.split() for line in _lines(root, _MAPPINGS)]
-    header, *rows = rows
+    lines = [line.split() for line in _lines(root, (_PARTITION,))]
+    partition = {line[0]: SPLITS[int(line[1])] for line in lines if line[1:2] in (["0"], ["1"], ["2"])}
+    header, *rows = [line.split() for line in _lines(root, _MAPPINGS)] or [[]]
     try:
         index, original = header.index("idx"), header.index("orig_file")
     except ValueError:
         raise UnusableSource("missing_column", f"{_MAPPINGS[0]} has no columns idx and orig_file") from None
-    original_of = {int(row[index]): row[original] for row in rows}
+    rows = [row for row in rows if len(row) > max(index, original) and row[index].isdecimal()]
+    original_of = {int(row[index]): row[original] for row in rows}  # an image that no good line names is told below
     split_of = {}
     for item in items:
         name = original_of.get(_number(item))
         if name not in partition:
             raise UnusableSource("split_mismatch", f"{item.key}: the mapping and the partition do not name it")
-        split_of[item.key] = SPLITS[int(partition[name])]
+        split_of[item.key] = partition[name]
     return split_of
 
 
@@ -138,6 +139,7 @@ def _lines(root: str, names: tuple[str, ...]) -> list[str]:
         anywhere = "://" in name or name.startswith(("/", "~"))
         filesystem, path = files.locate(name) if anywhere else (below, f"{folder}/{name}")
         if files.exists(filesystem, path):
-            text = files.read_bytes(filesystem, path).decode()
+            with readable(name):
+                text = as_text(files.read_bytes(filesystem, path), path=name)
             return [line for line in text.splitlines() if line.strip()]
     raise UnusableSource("missing_file", f"{names[0]} is not below {root}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pipelines.storage import is_hiccup
+from data_prep.files import is_hiccup
 
 _LOST = (  # of ray.exceptions: a process, a machine or what Ray kept there is gone
     "WorkerCrashedError",

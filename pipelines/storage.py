@@ -9,12 +9,10 @@ Everything goes through pyarrow filesystems. Nothing here renames or links acros
 
 from __future__ import annotations
 
-import errno
 import functools
 import hashlib
 import os
 import posixpath
-import re
 import shutil
 import tempfile
 import time
@@ -27,38 +25,15 @@ from typing import BinaryIO, ParamSpec, TypeVar
 import pyarrow.fs as pafs
 import yaml
 
+from data_prep.files import is_hiccup
 from pipelines.errors import UserError
 
 SCHEMES = ("file", "s3", "gs")
 MARKER = "config.yaml"  # its `name` says whose run folder this is
 _CHUNK = 4 * 2**20  # bytes a read
 _RETRY_SEC = (0.5, 2.0, 8.0)  # waits before the same call is tried again after a hiccup
-_HICCUPS = {
-    *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EPIPE, errno.ECONNREFUSED),
-    *(errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN),
-    *(errno.ENETRESET, errno.ENOTCONN),
-}
-# pyarrow passes on in words what an object store or the way to it said.
-_HICCUP_WORDS = re.compile(
-    r"AWS Error (NETWORK_CONNECTION|SLOW_DOWN|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|THROTTLING|REQUEST_TIMEOUT|"
-    r"REQUEST_EXPIRED|UNKNOWN \(HTTP status (429|5\d\d)\))|curlCode|Status\((UNAVAILABLE|DEADLINE_EXCEEDED|INTERNAL)|"
-    r"timed? ?out|connection (reset|closed|refused)",
-    re.IGNORECASE,
-)
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def is_hiccup(error: BaseException) -> bool:
-    """Whether the same call on a store may work in a moment: the disk, the network or the server failed, not we.
-
-    A missing file, a full disk or a refused permission stays what it is.
-    """
-    if not isinstance(error, OSError) or isinstance(error, FileNotFoundError | PermissionError):
-        return False
-    if isinstance(error, ConnectionError | TimeoutError) or error.errno in _HICCUPS:
-        return True
-    return error.errno is None and _HICCUP_WORDS.search(str(error)) is not None
 
 
 def _patient(call: Callable[P, R]) -> Callable[P, R]:

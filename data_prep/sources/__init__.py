@@ -21,7 +21,7 @@ from data_prep.sources import (
     imagenet_oord,
     webdataset,
 )
-from data_prep.sources.item import Listing, Source, SourceFile
+from data_prep.sources.item import Index, Listing, Source, SourceFile, UnusableSource
 from data_prep.sources.listing import IMAGE_SUFFIXES, hash_of, list_files
 from data_prep.sources.reading import Reader
 
@@ -71,6 +71,7 @@ def find(config: DataConfig) -> Source:
     listing = list_files(root_of(config))
     name, used, why = _recognise(listing, config)
     found = _READERS[name].index(listing, config)
+    _check_labels(found)
     skipped = listing.num_hidden + found.num_skipped
     return Source(
         name=name,
@@ -82,6 +83,13 @@ def find(config: DataConfig) -> Source:
         listing_hash=hash_of(listing.root, used, by_content=config.root is None),
         side=found.side,
     )
+
+
+def _check_labels(found: Index) -> None:
+    for item in found.items:
+        if item.label is not None and not (isinstance(item.label, int) and abs(item.label) < 2**31):
+            message = f"{item.path}: the label of {item.key} is {item.label!r}; it must be a whole number of 32 bits"
+            raise UnusableSource("bad_label", message)
 
 
 def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFile], str]:

@@ -11,6 +11,7 @@ import math
 import pickle
 import re
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,7 @@ def _read_npz(stream: pa.NativeFile, path: str) -> Batch:
                 offset = _member_offset(stream, info) + header
     except KeyError:
         raise UnusableSource("shape_mismatch", f"{path}: it has no array called data") from None
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:  # zipfile's
         raise UnusableSource("corrupt_source_file", f"{path}: {error}") from None
     except ValueError as error:
         if isinstance(error, UnusableSource):

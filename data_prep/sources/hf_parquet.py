@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep.config import DataConfig
+from data_prep.files import is_hiccup
 from data_prep.sources.item import Index, Item, Listing, SourceFile, UnusableSource
 from data_prep.sources.listing import open_file
 from data_prep.sources.names import UNUSED, check_series, split_of
@@ -30,7 +31,7 @@ def recognise(listing: Listing, config: DataConfig, *, column: str = "image") ->
     try:
         with open_file(listing, first.path) as stream:
             found = image_column(pq.read_schema(stream))
-    except (pa.ArrowInvalid, OSError):
+    except (pa.ArrowException, OSError, UnicodeDecodeError):
         return f"it has {first.path}" if column == "image" else None  # damaged: said when it is read
     return f"{first.path} has the column {column}" if found == column else None
 
@@ -52,8 +53,10 @@ def index(listing: Listing, config: DataConfig) -> Index:
         try:
             with open_file(listing, path) as stream, pq.ParquetFile(stream) as file:
                 _add_rows(found, file, path, split)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise UnusableSource("corrupt_source_file", f"{path}: {error}") from None
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            if is_hiccup(error):
+                raise
+            raise UnusableSource("corrupt_source_file", f"{path}: {' '.join(str(error).split())}") from None
     return found
 
 

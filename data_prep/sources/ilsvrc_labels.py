@@ -10,9 +10,10 @@ import csv
 import io
 import re
 import tarfile
+import zlib
 from collections.abc import Callable
 
-from data_prep.sources.item import Listing, UnusableSource
+from data_prep.sources.item import Listing, UnusableSource, as_text
 from data_prep.sources.listing import read_file
 
 SYNSET = re.compile(r"n\d{8}")
@@ -42,12 +43,13 @@ def val_labels(listing: Listing, names: list[str], *, train_synsets: set[str]) -
     paths = {path.rpartition("/")[2]: path for path in map(_path, listing.files) if is_label_file(path)}
     by_number = sorted(names)
     if _KAGGLE in paths:
-        lines = list(csv.reader(io.StringIO(read_file(listing, paths[_KAGGLE]).decode())))[1:]  # ImageId,Prediction
+        lines = list(csv.reader(io.StringIO(_text(listing, paths[_KAGGLE]))))[1:]  # ImageId,Prediction
         pairs = {f"{line[0]}.JPEG": line[1].split()[0] for line in lines if len(line) == 2 and line[1].split()}
-        found = _by_name(pairs, names, paths[_KAGGLE])
+        where = paths[_KAGGLE]
+        found = _by_name(pairs, names, where)
     elif _TRUTH in paths or any(map(_DEVKIT.search, paths)):
         truth, meta, where = _devkit(listing, paths)
-        numbers = _by_order(truth.decode().split(), by_number, where)
+        numbers = _by_order(as_text(truth, path=where).split(), by_number, where)
         synset_of = _devkit_synsets(meta)
         unknown = set(numbers.values()) - set(synset_of)
         if unknown:
@@ -55,15 +57,19 @@ def val_labels(listing: Listing, names: list[str], *, train_synsets: set[str]) -
         found = {name: synset_of[number] for name, number in numbers.items()}
     elif _SYNSET_LINES in paths:
         where = paths[_SYNSET_LINES]
-        found = _by_order(read_file(listing, where).decode().split(), by_number, where)
+        found = _by_order(_text(listing, where).split(), by_number, where)
     else:
         where = next((path for name, path in sorted(paths.items()) if _PAIRS.match(name)), None)
         if where is None:
             return {}
-        lines = [re.split(r"[\s,]+", line.strip()) for line in read_file(listing, where).decode().splitlines()]
+        lines = [re.split(r"[\s,]+", line.strip()) for line in _text(listing, where).splitlines()]
         pairs = {line[0].rpartition("/")[2]: line[1] for line in lines if len(line) > 1 and line[0].endswith(".JPEG")}
         found = _by_name(pairs, names, where)
-    return _numbers(found, train_synsets)
+    return _numbers(found, train_synsets, where)
+
+
+def _text(listing: Listing, path: str) -> str:
+    return as_text(read_file(listing, path), path=path)
 
 
 def _path(file: object) -> str:
@@ -86,13 +92,13 @@ def _by_name(pairs: dict[str, str], names: list[str], where: str) -> dict[str, s
     return {name: pairs[name] for name in names}
 
 
-def _numbers(found: dict[str, str], train_synsets: set[str]) -> dict[str, int]:
+def _numbers(found: dict[str, str], train_synsets: set[str], where: str) -> dict[str, int]:
     """Synsets to alphabetical numbers; lists that hold such numbers already (Caffe's val.txt) are taken as they are."""
     if all(value.isdigit() for value in found.values()):
         return {name: int(value) for name, value in found.items()}
     bad = next((value for value in found.values() if not SYNSET.fullmatch(value)), None)
     if bad is not None:
-        raise UnusableSource("bad_label", f"{bad!r} among the labels of the validation images is no synset")
+        raise UnusableSource("bad_label", f"{where}: {bad!r} among the labels of the validation images is no synset")
     number = class_numbers(train_synsets | set(found.values()))
     return {name: number[value] for name, value in found.items()}
 
@@ -109,10 +115,14 @@ def _devkit(listing: Listing, paths: dict[str, str]) -> tuple[bytes, Callable[[]
         if name in paths:
             return read_file(listing, paths[name])
         if archive is not None:
-            with tarfile.open(fileobj=io.BytesIO(read_file(listing, archive))) as tar:
-                for info in tar:
-                    if info.isreg() and info.name.rpartition("/")[2] == name:
-                        return tar.extractfile(info).read()
+            data = io.BytesIO(read_file(listing, archive))
+            try:
+                with tarfile.open(fileobj=data) as tar:
+                    for info in tar:
+                        if info.isreg() and info.name.rpartition("/")[2] == name:
+                            return tar.extractfile(info).read()
+            except (tarfile.TarError, EOFError, OSError, zlib.error) as error:  # all of it is in memory
+                raise UnusableSource("corrupt_source_file", f"{archive}: {' '.join(str(error).split())}") from None
         message = (
             f"{name}: the devkit's numbers are no labels without it (or leave the devkit out: labels are null then)"
         )
@@ -125,5 +135,9 @@ def _devkit_synsets(meta: Callable[[], bytes]) -> dict[str, str]:
     """Devkit number, as text -> synset, of the classes that have images (inner nodes of the tree have none)."""
     import scipy.io  # only here: the devkit alone needs MATLAB's format
 
-    rows = scipy.io.loadmat(io.BytesIO(meta()), squeeze_me=True)["synsets"]
-    return {str(int(row["ILSVRC2012_ID"])): str(row["WNID"]) for row in rows if int(row["num_children"]) == 0}
+    data = io.BytesIO(meta())
+    try:
+        rows = scipy.io.loadmat(data, squeeze_me=True)["synsets"]
+        return {str(int(row["ILSVRC2012_ID"])): str(row["WNID"]) for row in rows if int(row["num_children"]) == 0}
+    except Exception as error:  # a damaged file fails in many ways
+        raise UnusableSource("corrupt_source_file", f"{_META}: {type(error).__name__}: {error}") from None

@@ -5,6 +5,8 @@ Words: a file lies below the source's root; an item is one image, a whole file o
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 ENCODED, HWC, CHW = "encoded", "hwc", "chw"  # an image file; raw uint8 of a square, interleaved or in planes
@@ -20,6 +22,28 @@ class UnusableSource(ValueError):
 
     def __reduce__(self) -> tuple:
         return UnusableSource, (self.reason, self.message)
+
+
+@contextlib.contextmanager
+def readable(path: str) -> Iterator[None]:
+    """A listed file that is not there any more or may not be read is the source's fault and named: UnusableSource.
+
+    Other errors of the storage stay what they are: the same read may work in a moment.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise UnusableSource("missing_file", f"{path} was there when the folder was listed, and is gone") from None
+    except PermissionError:
+        raise UnusableSource("unreadable_file", f"{path} may not be read by this user") from None
+
+
+def as_text(data: bytes, *, path: str) -> str:
+    """Raises UnusableSource."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UnusableSource("corrupt_source_file", f"{path} is no text in UTF-8, from byte {error.start} on") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from data_prep import files
-from data_prep.sources.item import Listing, SourceFile
+from data_prep.sources.item import Listing, SourceFile, readable
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")  # TIFF: to be named, not skipped
 
@@ -64,9 +64,10 @@ def _lost_link(filesystem: pafs.FileSystem, folders: Iterable[str]) -> str | Non
 
 
 def open_file(listing: Listing, path: str) -> pa.NativeFile:
-    """A listed file, for reading at any place. Raises OSError when it is gone."""
+    """A listed file, for reading at any place. Raises UnusableSource when it is gone or may not be read."""
     filesystem, folder = files.locate(listing.root)
-    return filesystem.open_input_file(f"{folder}/{path}")
+    with readable(path):
+        return filesystem.open_input_file(f"{folder}/{path}")
 
 
 def read_file(listing: Listing, path: str) -> bytes:

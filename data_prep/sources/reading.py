@@ -15,7 +15,7 @@ from data_prep import files
 from data_prep.images import UnusableImage
 from data_prep.sources.batches import read_rows
 from data_prep.sources.hf_parquet import image_column
-from data_prep.sources.item import Item
+from data_prep.sources.item import Item, UnusableSource, readable
 from data_prep.sources.tars import is_unsafe
 
 _MAX_OPEN = 16  # files that stay open for further items
@@ -43,15 +43,18 @@ class Reader:
     def read(self, item: Item) -> bytes:
         """The item's bytes, encoded or raw as its layout says.
 
-        Raises OSError when they are not there any more, UnusableImage missing_bytes for a row without any.
+        Raises UnusableSource when they are not there any more or damaged, UnusableImage missing_bytes for a row without
+        any.
         """
         if item.block is not None:
             return self._row(item)
         if item.offset is None:
-            return files.read_bytes(self._filesystem, f"{self._folder}/{item.path}")
+            with readable(item.path):
+                return files.read_bytes(self._filesystem, f"{self._folder}/{item.path}")
         data = self._file(item.path).read_at(item.size, item.offset)
         if len(data) != item.size:
-            raise OSError(f"{item.path} ends inside {item.key}: it has changed since it was listed")
+            message = f"{item.path} ends inside {item.key}: it has changed since it was listed"
+            raise UnusableSource("corrupt_source_file", message)
         return data
 
     def _row(self, item: Item) -> bytes:
@@ -61,8 +64,7 @@ class Reader:
             stream.seek(0)
             self._block = None  # before the next one is read, so that two are never held
             if item.path.endswith(".parquet"):
-                file = pq.ParquetFile(stream)
-                self._block = file.read_row_group(item.block, [image_column(file.schema_arrow)]).column(0)
+                self._block = self._row_group(stream, item)
             else:
                 self._block = read_rows(stream, path=item.path)
             self._block_place = (item.path, item.block)
@@ -72,6 +74,16 @@ class Reader:
         image = row.as_py() or {}
         data = image.get("bytes")
         return self._beside(item, image.get("path")) if data is None else data
+
+    def _row_group(self, stream: pa.NativeFile, item: Item) -> pa.ChunkedArray:
+        try:
+            file = pq.ParquetFile(stream)
+            return file.read_row_group(item.block, [image_column(file.schema_arrow)]).column(0)
+        except (pa.ArrowException, OSError) as error:  # damaged pages: the index reads none of this column
+            if files.is_hiccup(error):
+                raise
+            message = f"{item.path}: row group {item.block}: {' '.join(str(error).split())}"
+            raise UnusableSource("corrupt_source_file", message) from None
 
     def _beside(self, item: Item, path: str | None) -> bytes:
         """A row without bytes names a file, which counts only when it lies below the root."""
@@ -88,5 +100,6 @@ class Reader:
         else:
             if len(self._open) == _MAX_OPEN:
                 self._open.popitem(last=False)[1].close()
-            self._open[path] = self._filesystem.open_input_file(f"{self._folder}/{path}")
+            with readable(path):
+                self._open[path] = self._filesystem.open_input_file(f"{self._folder}/{path}")
         return self._open[path]

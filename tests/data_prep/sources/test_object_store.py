@@ -20,6 +20,7 @@ import pytest
 
 from data_prep import files, images, sources
 from data_prep.config import DataConfig
+from data_prep.sources.item import UnusableSource
 from data_prep.sources.reading import Reader
 
 
@@ -118,5 +119,5 @@ def test_a_file_that_became_shorter_is_an_error(tmp_path: pathlib.Path, jpegs: l
     last = max(sources.find(config).items, key=lambda item: item.offset)
     path = tmp_path / "tars" / last.path
     path.write_bytes(path.read_bytes()[: last.offset + 10])
-    with Reader(config.root) as reader, pytest.raises(OSError, match="it has changed since it was listed"):
+    with Reader(config.root) as reader, pytest.raises(UnusableSource, match="it has changed since it was listed"):
         reader.read(last)

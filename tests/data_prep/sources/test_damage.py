@@ -1,0 +1,190 @@
+"""What lies beside the images (lists of labels and splits, containers) in a bad state: refused in one line that names
+the file, and never with whatever error its parser happens to raise.
+
+pytest tests/data_prep/sources/test_damage.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pathlib
+import pickle
+import tarfile
+import zipfile
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_prep import sources
+from data_prep.build import Unplannable, _planned, build
+from data_prep.config import DataConfig
+from data_prep.plan import make_plan
+from data_prep.shard import write_shard
+from data_prep.sources.item import UnusableSource
+
+NAMES = [f"ILSVRC2012_val_{i:08d}.JPEG" for i in (1, 2)]
+DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+PARTITION, MAPPING = "list_eval_partition.txt", "CelebA-HQ-to-CelebA-mapping.txt"
+MAPPED = "idx orig_idx orig_file\n0 0 000001.jpg\n1 1 000002.jpg\n"
+NO_TEXT = b"\xff\xfe1\n2\n"
+
+
+def config(root: pathlib.Path, **changes: object) -> DataConfig:
+    good = dict(dataset="pictures", image_size=16, resolutions=[16], bits=[8])
+    return DataConfig(**{**good, "root": str(root), **changes})
+
+
+def validation_images(root: pathlib.Path, jpegs: list) -> DataConfig:
+    synset, data = jpegs[0]
+    (root / "train" / synset).mkdir(parents=True)
+    (root / "train" / synset / "1.JPEG").write_bytes(data)
+    (root / "val").mkdir()
+    for name in NAMES:
+        (root / "val" / name).write_bytes(data)
+    return config(root)
+
+
+def photos(root: pathlib.Path, jpegs: list) -> DataConfig:
+    for i in (0, 1):
+        (root / f"{i}.jpg").write_bytes(jpegs[i][1])
+    return config(root, source="folder", split="file", split_file="splits.txt")
+
+
+def faces(root: pathlib.Path, jpegs: list) -> DataConfig:
+    return dataclasses.replace(photos(root, jpegs), source="celebahq", split="celeba_partition", split_file=None)
+
+
+def nothing(root: pathlib.Path, jpegs: list) -> DataConfig:
+    return config(root, dataset="imagenet_box-part")
+
+
+def packed(name: str, data: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        tar.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def arrays(*, compression: int = zipfile.ZIP_DEFLATED, cut: bool = False) -> bytes:
+    """A batch of 16x16 images, by a compression method that zipfile does not know, or with damaged compressed bytes."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, data=np.random.default_rng(0).integers(0, 256, (4, 768)).astype(np.uint8))
+    data = bytearray(buffer.getvalue())
+    if cut:
+        data[200:260] = bytes(60)
+    if compression != zipfile.ZIP_DEFLATED:
+        for mark, at in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+            data[data.index(mark) + at] = compression
+    return bytes(data)
+
+
+BATCH = "train_data_batch_1.npz"
+CASES: dict[str, tuple[Callable, dict[str, bytes], str]] = {
+    "split file is no text": (photos, {"splits.txt": NO_TEXT}, "splits.txt is no text in UTF-8, from byte 0 on"),
+    "partition is no text": (faces, {PARTITION: NO_TEXT, MAPPING: MAPPED.encode()}, f"{PARTITION} is no text"),
+    "partition is a page": (
+        faces,
+        {PARTITION: b"<html>\n", MAPPING: MAPPED.encode()},
+        "0.jpg: the mapping and the part",
+    ),
+    "mapping is empty": (faces, {PARTITION: b"000001.jpg 0\n", MAPPING: b"\n"}, f"{MAPPING} has no columns idx and"),
+    "mapping is cut": (faces, {PARTITION: b"000001.jpg 0\n", MAPPING: MAPPED[:40].encode()}, "1.jpg: the mapping and"),
+    "kaggle is no text": (validation_images, {"LOC_val_solution.csv": NO_TEXT}, "LOC_val_solution.csv is no text"),
+    "pairs are no text": (validation_images, {"val.txt": NO_TEXT}, "val.txt is no text in UTF-8"),
+    "truth is no text": (validation_images, {TRUTH: NO_TEXT, "meta.mat": b""}, f"{TRUTH} is no text in UTF-8"),
+    "meta is damaged": (validation_images, {TRUTH: b"1\n2\n", "meta.mat": b"x" * 300}, "meta.mat: "),
+    "no synset": (
+        validation_images,
+        {"imagenet_2012_validation_synset_labels.txt": b"n01440764\nfish\n"},
+        "imagenet_2012_validation_synset_labels.txt: 'fish' among the labels",
+    ),
+    "devkit is none": (validation_images, {DEVKIT: b"<html>"}, f"{DEVKIT}: "),
+    "devkit is cut": (validation_images, {DEVKIT: packed(TRUTH, bytes(range(256)) * 9)[:90]}, f"{DEVKIT}: "),
+    "method of compression": (nothing, {BATCH: arrays(compression=99)}, f"{BATCH}: That compression method"),
+    "compressed bytes": (nothing, {BATCH: arrays(cut=True)}, f"{BATCH}: "),
+}
+
+
+@pytest.mark.parametrize(("make", "files", "message"), CASES.values(), ids=CASES)
+def test_a_bad_file_is_refused_by_its_name(
+    make: Callable, files: dict[str, bytes], message: str, tmp_path: pathlib.Path, jpegs: list
+) -> None:
+    made = make(tmp_path, jpegs)
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(UnusableSource) as refusal:
+        make_plan(made, sources.find(made))
+    assert refusal.value.message.startswith(message) and "\n" not in str(refusal.value)
+
+
+def table(path: pathlib.Path, jpegs: list, labels: pa.Array) -> None:
+    rows = [{"bytes": data, "path": None} for _, data in jpegs[: len(labels)]]
+    column = pa.array(rows, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+    pq.write_table(pa.table({"image": column, "label": labels}), path, compression="snappy")
+
+
+@pytest.mark.parametrize("labels", [pa.array(["cat", "dog"]), pa.array([1, 2**31]), pa.array([0.5, 1.0])], ids=str)
+def test_labels_that_are_no_small_whole_numbers_are_refused(
+    labels: pa.Array, tmp_path: pathlib.Path, jpegs: list
+) -> None:
+    table(tmp_path / "part.parquet", jpegs, labels)
+    with pytest.raises(UnusableSource, match="bad_label: part.parquet: the label of part.parquet#000000"):
+        sources.find(config(tmp_path))
+
+
+def test_files_that_went_away_or_may_not_be_read_are_named(
+    tmp_path: pathlib.Path, jpegs: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = dataclasses.replace(photos(tmp_path, jpegs), split="by_photo", split_file=None)
+    found = sources.find(made)
+    (tmp_path / "0.jpg").unlink()
+    with sources.Reader(made.root) as reader:
+        with pytest.raises(UnusableSource, match="missing_file: 0.jpg was there"):
+            reader.read(found.items[0])
+
+        def refused(*_: object) -> bytes:  # permissions do not bind root, who may run this
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr("data_prep.files.read_bytes", refused)
+        with pytest.raises(UnusableSource, match="unreadable_file: 1.jpg may not be read"):
+            reader.read(found.items[1])
+
+
+def damaged_table(root: pathlib.Path, jpegs: list) -> DataConfig:
+    """Its index is sound; the pages of images are not."""
+    path = root / "part.parquet"
+    table(path, jpegs, pa.array([1, 2, 3, 4]))
+    data = bytearray(path.read_bytes())
+    data[100:300] = bytes(200)
+    path.write_bytes(data)
+    return config(root)
+
+
+def test_what_only_a_shard_finds_damaged_is_handed_on_as_such(tmp_path: pathlib.Path, jpegs: list) -> None:
+    (tmp_path / "raw").mkdir()
+    made = damaged_table(tmp_path / "raw", jpegs)
+    (shard,) = make_plan(made, sources.find(made)).shards
+    task = {"shard": pickle.dumps(shard)}
+    answer = write_shard(task, config=made, root=made.root, out=str(tmp_path / "set"), plan_hash="h")
+    assert list(answer) == ["unusable"] and "part.parquet: row group 0: " in answer["unusable"]
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_the_build_ends_with_what_a_shard_found(tmp_path: pathlib.Path, jpegs: list) -> None:
+    (tmp_path / "raw").mkdir()
+    made = damaged_table(tmp_path / "raw", jpegs)
+    with pytest.raises(UnusableSource, match="^corrupt_source_file: part.parquet: row group 0: "):
+        build(made, out=str(tmp_path / "set"), progress=lambda *_: None)
+
+
+def test_a_configuration_that_the_source_does_not_allow_is_told_from_a_bug(tmp_path: pathlib.Path, jpegs: list) -> None:
+    made = dataclasses.replace(photos(tmp_path, jpegs), split="by_photo", split_file=None, num_valid_photos=2)
+    with pytest.raises(Unplannable, match="^num_valid_photos"):
+        _planned(made)
