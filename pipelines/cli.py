@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import functools
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from pipelines.config import ExperimentConfig, load, nearest, outdone, preset_na
 from pipelines.errors import UserError
 from pipelines.masking import masked_output
 from pipelines.start import collect_garbage, show_status, start
+from pipelines.unread import without_effect
 
 if TYPE_CHECKING:
     from pipelines.own_images import OwnImages
@@ -49,14 +49,21 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     presets = ", ".join(preset_names())
     parser.add_argument("--config", default="demo", metavar="NAME|FILE", help=f"{presets}, or a YAML file (demo)")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="single values, e.g. train.num_steps=500")
+    parser.set_defaults(command=parser.prog)
 
 
 def load_config(arguments: argparse.Namespace) -> ExperimentConfig:
-    """What --config and the overrides come to; on stderr, what of them does not reach every stage."""
+    """What --config and the overrides come to, which is noted where it may surprise."""
     config = load(arguments.config, arguments.overrides)
-    for line in outdone(config, arguments.overrides):
-        print(f"note: {line}", file=sys.stderr)
+    _note(config, arguments)
     return config
+
+
+def _note(config: ExperimentConfig, arguments: argparse.Namespace, *, stage: str | None = None) -> None:
+    """On stderr, which overrides do not reach every stage, and which have no effect."""
+    idle = without_effect(config, arguments.overrides, command=arguments.command, stage=stage)
+    for line in [*outdone(config, arguments.overrides), *idle]:
+        print(f"note: {line}", file=sys.stderr)
 
 
 def run_guarded(command: Callable[[], int]) -> int:
@@ -105,41 +112,51 @@ def _main(argv: Sequence[str] | None, *, prog: str, only: tuple[str, ...], choos
         parser.add_argument("--verify", nargs="?", const="", metavar="URI", help=text)
     parser.add_argument("--dry-run", action="store_true", help="print config and plan, run nothing")
     arguments = parser.parse_intermixed_args(argv)
-    if getattr(arguments, "list_sources", False):
-        print(_sources_text())
-        return 0
-    if getattr(arguments, "verify", None) is not None:
-        return _verify(arguments)
     chosen = {
         key: _names(option, getattr(arguments, key)) for option, key in CHOICES.items() if hasattr(arguments, key)
     }
-    if not single:
-        look = _looks(arguments, chosen)
-        if look is not None:
-            return look(load_config(arguments))
-    config = load_config(arguments)
-    own = _own_images(config, only)
+    look = _looks(arguments, chosen)
+    if look is not None:
+        return look(arguments)
+    config = load(arguments.config, arguments.overrides)
+    own, stage = _own_images(config, only), None
     if choose_stage:
-        only = (f"train_{_known_stage(config, arguments.stage)}",)
+        stage = _known_stage(config, arguments.stage)
+        only = (f"train_{stage}",)
+    _note(config, arguments, stage=stage)
     return start(config, **{"only": only, **chosen}, dry_run=arguments.dry_run, own=own)
 
 
 def _looks(
     arguments: argparse.Namespace, chosen: dict[str, tuple[str, ...]]
-) -> Callable[[ExperimentConfig], int] | None:
-    """What --status or --gc does with the config, None without them. Raises UserError for options that exclude them."""
-    given = {"--status": arguments.status, "--gc": arguments.gc, "--dry-run": arguments.dry_run}
-    asked = [option for option, is_given in given.items() if is_given]
-    if arguments.yes and not arguments.gc:
+) -> Callable[[argparse.Namespace], int] | None:
+    """What an option that runs nothing does with the arguments, None without one; UserError for what it excludes."""
+    looks = {
+        "--list-sources": _list_sources,
+        "--verify": _verify,
+        "--status": lambda arguments: show_status(_config_of_pipeline(arguments)),
+        "--gc": lambda arguments: collect_garbage(_config_of_pipeline(arguments), delete=arguments.yes),
+    }
+    given = [option for option in looks if getattr(arguments, option[2:].replace("-", "_"), None) not in (None, False)]
+    asked = [*given, *(["--dry-run"] if arguments.dry_run else [])]
+    if getattr(arguments, "yes", False) and "--gc" not in given:
         raise UserError("--yes belongs to --gc, which deletes what nothing needs any more")
     if len(asked) > 1:
         raise UserError(f"{asked[0]} and {asked[1]} exclude each other")
-    if not asked or asked == ["--dry-run"]:
+    if not given:
         return None
     for option, key in CHOICES.items():
-        if chosen[key]:
-            raise UserError(f"{option} {chosen[key][0]}: {asked[0]} looks at all nodes; leave it out")
-    return functools.partial(collect_garbage, delete=arguments.yes) if arguments.gc else show_status
+        if chosen.get(key):
+            what = "looks at all nodes" if given[0] in ("--status", "--gc") else "runs no node"
+            raise UserError(f"{option} {chosen[key][0]}: {given[0]} {what}; leave it out")
+    return looks[given[0]]
+
+
+def _config_of_pipeline(arguments: argparse.Namespace) -> ExperimentConfig:
+    config = load(arguments.config, arguments.overrides)
+    _own_images(config, ())  # refuses them
+    _note(config, arguments)
+    return config
 
 
 def _own_images(config: ExperimentConfig, only: tuple[str, ...]) -> OwnImages | None:
@@ -153,14 +170,15 @@ def _own_images(config: ExperimentConfig, only: tuple[str, ...]) -> OwnImages | 
     return own_images.for_sampling(config) if only == ("sample",) else own_images.for_scoring(config)
 
 
-def _sources_text() -> str:
+def _list_sources(_: argparse.Namespace) -> int:
     from data_prep.sources import describe  # imports the readers of all formats
 
     lines = []
     for name, layout, count in describe():
         wrapped = textwrap.wrap(layout, 96, break_on_hyphens=False)
         lines += [f"data.source={name}", *(f"    {line}" for line in wrapped), f"    expected: {count}", ""]
-    return "\n".join([*lines, "data.source=auto (the default) recognises them by the names of their files."])
+    print("\n".join([*lines, "data.source=auto (the default) recognises them by the names of their files."]))
+    return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -169,6 +187,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     uri, overrides = arguments.verify, arguments.overrides
     if "=" in uri.partition("/")[0]:  # `--verify key=value`: the word after the option is an override
         uri, overrides = "", [uri, *overrides]
+    if uri:
+        for override in overrides:
+            if not override.startswith("storage="):
+                print(f"note: {override} has no effect: --verify {uri} looks at that data set alone", file=sys.stderr)
     return verify_data(uri or dataset_of(load(arguments.config, overrides)))
 
 

@@ -97,6 +97,11 @@ def in_ray_job() -> bool:
     return _JOB_CONFIG in os.environ
 
 
+def joins() -> bool:
+    """Whether `connect` joins a cluster that is there, instead of starting a session of its own."""
+    return in_ray_job() or os.environ.get("RAY_ADDRESS", "") not in ("", "local")
+
+
 def connect(
     *,
     num_cpus: float | None = None,
@@ -110,14 +115,13 @@ def connect(
     python_path: folders that tasks import from.
     Raises UserError when the cluster at $RAY_ADDRESS does not answer.
     """
-    job, address = in_ray_job(), os.environ.get("RAY_ADDRESS", "")
     for key, value in _EVERYWHERE.items():
         os.environ.setdefault(key, value)
     os.environ.setdefault("SPN_GIT_COMMIT", git_commit())
-    if job or address not in ("", "local"):
-        _check_answers(address)
+    if joins():
+        _check_answers(os.environ.get("RAY_ADDRESS", ""))
         _join(python_path)
-        return _describe("job" if job else "cluster")
+        return _describe("job" if in_ray_job() else "cluster")
     os.environ.pop("RAY_ADDRESS", None)
     os.environ.update(_EMBEDDED)
     paths = [str(path) for path in python_path] + os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -29,6 +29,7 @@ SYSTEMS = (  # the paper's: decoder baseline, SPN, size, depth, and full multidi
 
 
 USES = ("size_upscale", "depth_upscale", "complete")  # what can be made of given images
+OF_OWN_IMAGES = {"use": None, "num_draws": 1, "num_given_slices": None, "num_given_rows": None}  # of `sample`; default
 
 
 def _at_least(owner: object, least: float, *names: str) -> None:
@@ -326,8 +327,10 @@ def broken_rules(config: ExperimentConfig) -> Iterator[tuple[tuple[str, ...], st
         yield ("name",), f"name is {c.name!r}; it becomes a folder: letters, digits, '.', '_' and '-' only"
     if c.image_bits is not None and not 1 <= c.image_bits <= 8:
         yield ("image_bits",), f"image_bits is {c.image_bits}; it must be from 1 to 8, or null"
-    if c.sample.use is not None and c.images is None:
-        yield ("sample.use",), f"sample.use is {c.sample.use}, but images is not set; images=FILE says of which images"
+    of_images = {f"sample.{key}": getattr(c.sample, key) for key in OF_OWN_IMAGES} | {"image_bits": c.image_bits}
+    for key, value in of_images.items():
+        if c.images is None and value != OF_OWN_IMAGES.get(key.removeprefix("sample.")):
+            yield (key,), f"{key} is {value}, but images is not set; images=FILE says of which images"
     if c.seed < 0:
         yield ("seed",), f"seed is {c.seed}; it must be at least 0"
     for stage in c.stages:

@@ -96,6 +96,7 @@ REFUSED = {
     ("--gc", "--dry-run"): "--gc and --dry-run exclude each other",
     ("--status", "--only", "sample"): "--only sample: --status looks at all nodes; leave it out",
     ("--gc", "--from", "sample"): "--from sample: --gc looks at all nodes; leave it out",
+    ("--status", "images=a.png"): "images is for sample.py, which starts from them, and evaluate.py, which scores them",
     ("--yes",): "--yes belongs to --gc, which deletes what nothing needs any more",
     ("--rerun", "sample,"): "--rerun 'sample,': it takes node names, e.g. --rerun evaluate,sample",
     ("--only", ""): "--only '': it takes node names, e.g. --only evaluate,sample",
@@ -139,6 +140,25 @@ def test_an_override_that_does_not_reach_every_stage_is_told(command: Command) -
     assert command(full_multidim.main, *arguments)[2] == ""
     code, out, err = command(full_multidim.main, "--config", "demo", "train.num_steps=500", "--dry-run")
     assert code == 0 and err.startswith("note: train.num_steps is for stages that have none") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("look", ["--verify", "--list-sources"])
+def test_what_runs_no_node_takes_no_options_of_nodes(look: str, command: Command) -> None:
+    for option, message in {
+        "--dry-run": f"{look} and --dry-run exclude each other",
+        "--rerun=prepare_data": f"--rerun prepare_data: {look} runs no node; leave it out",
+    }.items():
+        code, out, err = command(prepare_data.main, option, look)
+        assert (code, out, err) == (2, "", f"error: {message}\n")
+
+
+def test_an_override_without_effect_is_told(command: Command, handed_on: dict[str, Any]) -> None:
+    note = "note: sample.num_images has no effect: not read by evaluate.py\n"
+    assert command(evaluate.main, "sample.num_images=3", "train.num_steps=7")[::2] == (0, note)
+    note = "note: sample.num_images, train.num_steps have no effect: not read by prepare_data.py\n"
+    assert command(prepare_data.main, "sample.num_images=3", "train.num_steps=7")[::2] == (0, note)
+    assert command(full_multidim.main, "sample.num_images=3")[::2] == (0, "")
+    assert handed_on["config"].sample.num_images == 3
 
 
 def test_stage_that_the_config_has_not(command: Command) -> None:

@@ -288,13 +288,30 @@ def test_two_files_of_one_name_are_refused(tmp_path):
 def test_networks_that_are_not_trained_are_named(tmp_path, capsys):
     """Own images never start a training: what is missing is said, nothing is run."""
     file = save(tmp_path / "a.png", photo(16))
-    arguments = ["--config", DEBUG, f"images={file}", f"storage={tmp_path}/runs", "sample.use=depth_upscale"]
-    assert cli.main(arguments, only=["sample"]) == 2
+    arguments = ["--config", DEBUG, f"images={file}", f"storage={tmp_path}/runs"]
+    assert cli.main([*arguments, "sample.use=depth_upscale"], only=["sample"]) == 2
     err = capsys.readouterr().err
     assert "error: sample_images: its input train_depth_upscale has no finished output" in err and err.count("\n") == 1
     assert cli.main(arguments, only=["evaluate"]) == 2
     assert "error: score_images: its input train_first_slice has no finished output" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("setting", ["use=depth_upscale", "num_draws=4", "num_given_slices=1", "num_given_rows=1"])
+def test_scoring_refuses_what_only_sampling_obeys(setting, tmp_path, capsys):
+    file, (key, _, value) = save(tmp_path / "a.png", photo(16)), setting.partition("=")
+    arguments = ["--config", DEBUG, f"images={file}", f"storage={tmp_path}/runs", f"sample.{setting}"]
+    assert cli.main(arguments, prog="evaluate.py", only=["evaluate"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: sample.{key} is {value}; it is for sample.py: evaluate.py scores images as they are\n"
+    )
+
+
+@pytest.mark.parametrize("setting", ["sample.num_draws=4", "sample.num_given_rows=1", "image_bits=8"])
+def test_settings_of_own_images_need_images(setting):
+    key, _, value = setting.partition("=")
+    with pytest.raises(UserError, match=f"^{key} is {value}, but images is not set; images=FILE says of which images"):
+        load(DEBUG, [setting])
 
 
 def test_what_is_kept_and_drawn_is_said_in_one_line(tmp_path):
