@@ -22,16 +22,15 @@ from data_prep.config import DataConfig
 from pipelines.cluster import in_ray_job
 from pipelines.errors import UserError
 from pipelines.experiment import (
-    BatchPlan,
     ExperimentConfig,
     NodeResources,
     StageConfig,
-    batch_plan,
     broken_rules,
     concrete_stages,
     nearest,
     node_names,
     node_resources,
+    stage_batch_plan,
     stage_kind,
     stage_model_config,
     stage_names,
@@ -45,8 +44,6 @@ from pipelines.experiment import (
 __all__ = [
     "PROJECT_ROOT",
     "ExperimentConfig",
-    "BatchPlan",
-    "batch_plan",
     "load",
     "nearest",
     "node_names",
@@ -54,6 +51,7 @@ __all__ = [
     "outdone",
     "preset_names",
     "resolve_storage",
+    "stage_batch_plan",
     "stage_kind",
     "stage_model_config",
     "stage_names",

@@ -20,23 +20,19 @@ if __name__ == "__main__":  # as a script: the project instead of this folder, w
     interruption.ends_the_process()
 
 from pipelines import cli
+from pipelines.batches import BatchPlan
 from pipelines.config import (
-    BatchPlan,
     ExperimentConfig,
-    batch_plan,
-    node_resources,
+    stage_batch_plan,
     stage_model_config,
     stage_names,
     stage_train_config,
-    train_node,
 )
 
 # What GPU-hours rest on: the share of the card's FLOP/s (spn.flops) that training reaches. Measured on the presets'
 # networks: 0.54 to 0.57, celebahq256's 0.38 (benchmarks/results/train/); validation, checkpoints and waiting for data
 # come out of the rest.
 CARD, MFU = "H100", 0.5
-# Activations in bfloat16 and compiled, as a share of those counted in float32: what the same measurements come to.
-COMPILED_BFLOAT16 = 0.4
 
 # Parameters that the paper states: table 4 by data set, appendix C for the first slice of ImageNet 128.
 PAPER_PARAMETERS = {
@@ -70,43 +66,21 @@ def describe(config: ExperimentConfig) -> dict[str, Any]:
 
 
 def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
-    """Counts of one network. FLOPs are dense: masked weights and masked attention count as if they were not."""
+    """Counts of one network. FLOPs are dense: masked weights and masked attention count as if they were not.
+
+    Memory is that of a GPU, whatever the stage trains on.
+    """
     import torch
 
     from spn.flops import PEAK_FLOPS, forward_flops
     from spn.model import SPN, parameter_counts
+    from spn.training_memory import training_memory
 
     model_config, train = stage_model_config(config, stage), stage_train_config(config, stage)
+    plan = stage_batch_plan(config, stage)
     with torch.device("meta"):
-        model = SPN(model_config)
-        image = torch.zeros(1, 3, model_config.image_size, model_config.image_size, dtype=torch.int64)
-        index = torch.zeros(1, dtype=torch.int64)
-    saved: list[torch.Tensor] = []  # kept alive, so that one storage is not taken for another
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
-        model(image, index, image if model_config.num_given_bits else None)
-
-    positions = model_config.slice_size**2
-    parts = [part for part in (model_config.decoder, model_config.embedder) if part]
-    score_shapes = {
-        (part.num_attn_heads, positions, keys) for part in parts for keys in (positions, part.num_memory_rows)
-    }
-    sizes, no_activations = {}, {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    for tensor in saved:
-        sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        if tuple(tensor.shape[-3:]) in score_shapes:  # the kernels of CPU and GPU recompute attention weights
-            no_activations.add(tensor.untyped_storage()._cdata)
-    plan = batch_plan(train, node_resources(config, train_node(stage)).num_workers)
-    counts = parameter_counts(model)
-    # float32 weights, gradients, Polyak average and the optimiser's two moments
-    state_bytes = counts["total"] * 4 * (1 + 1 + 1 + 2)
-    slice_bytes = sum(size for storage, size in sizes.items() if storage not in no_activations)
-    measured = train.compile and train.precision == "bfloat16"
-    slice_bytes *= COMPILED_BFLOAT16 if measured else 1
+        counts = parameter_counts(SPN(model_config))
+    memory = training_memory(model_config, train, num_workers=plan.num_workers)
     forward, useful = forward_flops(model_config)
     total_flops = 3 * forward * train.batch_size * train.num_steps
     return {
@@ -116,16 +90,20 @@ def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
         "useful_flops_per_slice": useful,
         "training_flops_per_slice": 3 * forward,  # the backward pass costs two forward passes
         "memory": {
-            "weights_and_optimizer_gib": state_bytes / 2**30,
-            "activations_per_slice_gib": slice_bytes / 2**30,
-            "worker_gib": (state_bytes + plan.micro_batch_size * slice_bytes) / 2**30,
-            "counted": "bfloat16, compiled" if measured else "float32",
+            "worker_gib": memory.total(plan.micro_batch_size) / 2**30,
+            "weights_and_optimizer_gib": memory.state / 2**30,
+            "images_gib": memory.images / 2**30,
+            "passes_gib": memory.passes(plan.micro_batch_size) / 2**30,
+            "slice_gib": memory.further / 2**30,
+            "counted": f"{train.precision}, {'compiled' if train.compile else 'not compiled'}"
+            + (", recomputing" if train.recompute_activations else ""),
         },
         "batch": {
             "batch_size": plan.batch_size,
             "num_workers": plan.num_workers,
             "micro_batch_size": plan.micro_batch_size,
             "accumulation": plan.accumulation,
+            "limit": plan.limit,
         },
         "cost": {
             "num_steps": train.num_steps,
@@ -151,9 +129,10 @@ def as_text(description: dict[str, Any]) -> str:
             f"{found['training_flops_per_slice'] / 1e9:,.2f} G in training (dense: masked entries counted)"
         )
         lines.append(
-            f"  memory of a worker, about: {memory['worker_gib']:.2f} GiB = weights, gradients, averages and optimiser "
-            f"{memory['weights_and_optimizer_gib']:.2f} + {batch['micro_batch_size']} slices of "
-            f"{memory['activations_per_slice_gib']:.3f} ({memory['counted']})"
+            f"  memory of a worker, about: {memory['worker_gib']:.2f} GiB = weights, gradients, average, optimiser "
+            f"{memory['weights_and_optimizer_gib']:.2f} + images {memory['images_gib']:.2f} + passes over "
+            f"{batch['micro_batch_size']} slices {memory['passes_gib']:.2f}, {memory['slice_gib']:.3f} each "
+            f"({memory['counted']})"
         )
         lines.append(f"  {BatchPlan(**batch)}")
         lines.append(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from data_prep.config import DataConfig
+from pipelines.batches import BatchPlan, batch_plan, gpu_batch_plan
 from pipelines.errors import UserError
 from spn.model import STAGES, DecoderConfig, EmbedderConfig, SPNConfig
 from spn.sampling import PRECISIONS
@@ -94,6 +95,7 @@ class NodeResources:
     cpus_per_worker: float = 1.0  # in per_node of another node: CPUs of that node (prepare_data: of each shard)
     use_gpu: bool = False
     gpus_per_worker: float = 1.0  # only with use_gpu
+    gpu_memory_gib: float | None = None  # of a GPU that trains: micro-batches are what fits. None: no limit is known
     num_to_keep: int = 2  # checkpoints kept beside the best
     max_failures: int = 3  # times a node starts again after a fault of the infrastructure; its own errors end it
     retry_wait_sec: float = 5.0  # before the first of these; doubles from time to time
@@ -104,6 +106,8 @@ class NodeResources:
         for name in ("cpus_per_worker", "gpus_per_worker"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.gpu_memory_gib is not None and not 0 < self.gpu_memory_gib < math.inf:
+            raise ValueError(f"gpu_memory_gib is {self.gpu_memory_gib}; it must be above 0, or null")
         if not 0 <= self.retry_wait_sec < math.inf:
             raise ValueError(f"retry_wait_sec is {self.retry_wait_sec}; it must be at least 0")
 
@@ -236,13 +240,15 @@ def settable_resources(node: str) -> tuple[str, ...]:
     if node.startswith(train_node("")):
         return tuple(f.name for f in dataclasses.fields(NodeResources))
     if _has_workers(node):
-        return tuple(f.name for f in dataclasses.fields(NodeResources) if f.name != "num_to_keep")
+        of_training = ("num_to_keep", "gpu_memory_gib")
+        return tuple(f.name for f in dataclasses.fields(NodeResources) if f.name not in of_training)
     return (*every_node, "use_gpu", "gpus_per_worker") if node == "evaluate" else every_node
 
 
 def _lacks(key: str) -> str:
     """What a node is without for which `key` is not settable."""
-    return {"num_workers": "has no workers", "num_to_keep": "keeps no checkpoints"}.get(key, "uses no GPU")
+    lacks = {"num_workers": "has no workers", "num_to_keep": "keeps no checkpoints", "gpu_memory_gib": "trains nothing"}
+    return lacks.get(key, "uses no GPU")
 
 
 def stage_temperature(config: ExperimentConfig, stage: str) -> float:
@@ -282,33 +288,28 @@ def _replaced(value: T, changes: Mapping[str, Any]) -> T:
     )
 
 
-@dataclass(frozen=True)
-class BatchPlan:
-    """How one optimiser step's batch is shared: batch_size = workers * micro_batch_size * accumulation, in slices."""
+def stage_batch_plan(config: ExperimentConfig, stage: str) -> BatchPlan:
+    """How a stage's batches are shared. On a GPU memory is counted first, which takes seconds.
 
-    batch_size: int
-    num_workers: int
-    micro_batch_size: int
-    accumulation: int
-
-    def __str__(self) -> str:
-        return (
-            f"batch of {self.batch_size:,} slices = {self.num_workers} worker{'s' if self.num_workers > 1 else ''} x "
-            f"{self.micro_batch_size} slices x {self.accumulation} accumulated"
-        )
-
-
-def batch_plan(train: TrainConfig, num_workers: int, *, key: str = "resources.num_workers") -> BatchPlan:
-    """The largest micro-batches within train.micro_batch_size, the rest by accumulation.
-
-    key: where num_workers was set, for the message. Raises ValueError where the workers cannot share the batch evenly.
+    Raises UserError where resources.gpu_memory_gib is not enough for one slice.
     """
-    per_worker, rest = divmod(train.batch_size, num_workers)
-    if rest:
-        raise ValueError(f"train.batch_size is {train.batch_size}; {key}, {num_workers}, must divide it")
-    most = min(train.micro_batch_size or per_worker, per_worker)
-    micro = next(size for size in range(most, 0, -1) if per_worker % size == 0)
-    return BatchPlan(train.batch_size, num_workers, micro, per_worker // micro)
+    train, resources = stage_train_config(config, stage), node_resources(config, train_node(stage))
+    if not resources.use_gpu:
+        return batch_plan(train, resources.num_workers)
+    return gpu_batch_plan(
+        stage_model_config(config, stage),
+        train,
+        resources.num_workers,
+        gpu_memory_gib=resources.gpu_memory_gib,
+        gpus_per_worker=resources.gpus_per_worker,
+        key=_resource_key(config, train_node(stage), "gpu_memory_gib"),
+    )
+
+
+def _resource_key(config: ExperimentConfig, node: str, name: str) -> str:
+    """Where a node's resource is set."""
+    own = name in config.resources.per_node.get(node, {})
+    return f"resources.per_node.{node}.{name}" if own else f"resources.{name}"
 
 
 # ---- cross-field checks -----------------------------------------------------------------------------------------
@@ -386,8 +387,7 @@ def broken_rules(config: ExperimentConfig) -> Iterator[tuple[tuple[str, ...], st
                 yield (f"{where}.{key}",), f"{where}.{key} has no effect: {node} {_lacks(key)}; valid: {valid}"
     for stage in names:
         node = train_node(stage)
-        own = f"resources.per_node.{node}.num_workers"
-        key = own if "num_workers" in c.resources.per_node.get(node, {}) else "resources.num_workers"
+        key = _resource_key(c, node, "num_workers")
         try:
             batch_plan(stage_train_config(c, stage), node_resources(c, node).num_workers, key=key)
         except ValueError as error:

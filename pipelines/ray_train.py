@@ -29,24 +29,25 @@ from data_prep.ingest import collate, train_stream
 from data_prep.order import draws
 from data_prep.parquet import open_dataset
 from pipelines import storage
+from pipelines.errors import UserError
 from pipelines.node import NodeContext
 from pipelines.parallel import make_forward, sum_over_workers
 from pipelines.storage import Store
 from spn.bitdepth import stage_values
 from spn.checkpoint import CONFIG, EMA, load_trainer, load_weights, save_checkpoint, start_weights
-from spn.evaluation import bits_per_dim, image_nats, scored_slices
+from spn.evaluation import EVAL_BATCH, bits_per_dim, image_nats, scored_slices
 from spn.flops import peak_flops, training_flops
 from spn.model import SPN, SPNConfig, recompute_activations
 from spn.training import Batch, TrainConfig, TrainState, fit
 
 if TYPE_CHECKING:  # types only: rules of the configuration do not change what is trained
-    from pipelines.experiment import BatchPlan, NodeResources
+    from pipelines.batches import BatchPlan
+    from pipelines.experiment import NodeResources
     from pipelines.training_samples import TrainingSamples
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's record of committed checkpoints
 HISTORY = "history.json"  # beside each checkpoint: all that was logged up to it
 TRAINING_SAMPLES = "training_samples"  # key of the grids in MLflow
-EVAL_BATCH = 32  # images; only memory depends on it
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,7 @@ def train_worker(settings: dict[str, Any]) -> None:
     workers = ray.train.get_context()
     rank, num_workers = workers.get_world_rank(), workers.get_world_size()
     device = get_device()
+    check_memory(settings["plan"], device, stage=model_config.stage)
     torch.manual_seed(settings["seed"])  # equal initial weights on all workers
     model = SPN(model_config).to(device)
     if config.recompute_activations:
@@ -259,6 +261,15 @@ def train_worker(settings: dict[str, Any]) -> None:
     finally:
         if run is not None:
             run.close()
+
+
+def check_memory(plan: BatchPlan, device: torch.device, *, stage: str) -> None:
+    """Raises UserError if the worker's GPU is smaller than what its part of a batch was counted to take."""
+    if device.type != "cuda":
+        return
+    problem = plan.refusal(torch.cuda.get_device_properties(device).total_memory, stage=stage)
+    if problem:
+        raise UserError(problem)
 
 
 def resume(state: TrainState, folder: Path, device: torch.device) -> list[dict[str, float]]:

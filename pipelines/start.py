@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from pipelines import cluster, dag, garbage, mlflow_uri, progress, status
 from pipelines import plan as planning
 from pipelines.attempts import ERROR
+from pipelines.batches import BatchPlan
 from pipelines.chunk_size import largest_gpu_bytes, refusal
-from pipelines.config import BatchPlan, ExperimentConfig, resolve_storage, stage_model_config, to_yaml
+from pipelines.config import ExperimentConfig, resolve_storage, stage_model_config, to_yaml
 from pipelines.errors import UserError
 from pipelines.git import git_commit
 from pipelines.ledger import Ledger
@@ -71,7 +72,7 @@ def start(
     try:
         dag.check_fits(plan, session)
         if session.mode == "embedded":  # else the GPUs are those of other machines, whose workers say what does not fit
-            _check_batch(plan, config)
+            _check_memory(plan, config)
         with _locked(lock):
             if own is None:  # the run folder's config stays that of its pipeline
                 claim_run_folder(store, name=config.name, config_yaml=mask_uris(to_yaml(config)))
@@ -88,7 +89,7 @@ def show_status(config: ExperimentConfig) -> int:
     from pipelines import pipeline
 
     store = _run_folder(config)
-    nodes = pipeline.nodes(config)
+    nodes = pipeline.nodes(config, to_run=False)
     with _reading(store):
         table = status.lines(dag.plan(nodes, store))
     print("\n".join([f"run folder: {store.uri}", *table]))
@@ -103,7 +104,7 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
     from pipelines import pipeline
 
     store = _run_folder(config)
-    nodes = pipeline.nodes(config)
+    nodes = pipeline.nodes(config, to_run=False)
     with _locked(Lock(store)) if delete and store.list("nodes") else contextlib.nullcontext():
         with _reading(store):
             holder = None if delete else Lock(store).holder()
@@ -128,18 +129,22 @@ def _print_plan(plan: dag.Plan) -> None:
     print("\n".join(plan.lines()), flush=True)
 
 
-def _check_batch(plan: dag.Plan, config: ExperimentConfig) -> None:
-    """Raises UserError when images are to be drawn in batches that not even an empty GPU of this machine holds."""
+def _check_memory(plan: dag.Plan, config: ExperimentConfig) -> None:
+    """Raises UserError when a training, or the drawing of a batch, takes more than an empty GPU of this machine has."""
     for name in plan.will_run:
         node = plan[name].node
         resources, batch = node.options.get("resources"), node.config.get("batch_size")
-        if "precision" not in node.config or batch is None or not resources.use_gpu:
+        if isinstance(node.options.get("plan"), BatchPlan):
+            memory = largest_gpu_bytes() if resources.use_gpu else None
+            problem = memory and node.options["plan"].refusal(memory, stage=node.config["stage"])
+        elif "precision" in node.config and batch is not None and resources.use_gpu:
+            memory = largest_gpu_bytes()
+            configs = {stage: stage_model_config(config, stage) for stage in node.config["stages"]}
+            own = node.options.get("images")
+            number = len(own.keys) * node.config["num_draws"] if own else node.config["num_images"]
+            problem = memory and refusal(min(batch, number), configs, memory, precision=node.config["precision"])
+        else:
             continue
-        memory = largest_gpu_bytes()
-        configs = {stage: stage_model_config(config, stage) for stage in node.config["stages"]}
-        own = node.options.get("images")
-        number = len(own.keys) * node.config["num_draws"] if own else node.config["num_images"]
-        problem = memory and refusal(min(batch, number), configs, memory, precision=node.config["precision"])
         if problem:
             raise UserError(problem)
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from spn.bitdepth import stage_values
 from spn.model import SPN, nll_nats
 
+EVAL_BATCH = 32  # images scored at once in a training's validation; only memory depends on it
+
 
 def bits_per_dim(nats: float, *, num_images: int, image_size: int) -> float:
     """Summed nats of `num_images` images -> bits per dim of the full image (H * W * 3 dims)."""

@@ -7,22 +7,17 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spn.fused import FusedDecoder
-from spn.meta import AsOnGPU
+from spn.meta import AsOnGPU, peak_bytes, sum_bytes, usable_bytes
 from spn.model import SPN, SPNConfig
 from spn.sampling import EMBEDDED_AT_ONCE
 
-KEPT_BACK = 0.08  # of the free memory: blocks of the allocator that are not full
-CODE_BYTES = 2**30  # kernels, their workspaces, recorded graphs
 IMAGE_TENSORS = 8  # of 8 bytes a value, that drawing a chain keeps: uniform numbers, known values, both also in slices
 MOST = 1024  # images a batch: what one more of them costs falls no further, and a chunk is written when all is drawn
 TILE = 16  # images that the kernels work on together
@@ -33,7 +28,7 @@ def largest_batch(configs: Sequence[SPNConfig], free_bytes: int, *, precision: s
 
     Of sizes above a tile, whole tiles.
     """
-    available = int(free_bytes * (1 - KEPT_BACK)) - CODE_BYTES
+    available = usable_bytes(free_bytes)
     networks = [_Network(config, precision) for config in configs]
 
     def fits(batch: int) -> bool:
@@ -62,11 +57,11 @@ class _Network:
         self.embedding: dict[int, int] = {}  # bytes by images at once
         with torch.device("meta"):
             self.model = SPN(config).eval()
-        self.weights = _sum_bytes([*self.model.parameters(), *self.model.buffers()])
+        self.weights = sum_bytes([*self.model.parameters(), *self.model.buffers()])
         made: list[FusedDecoder] = []
         dtype = getattr(torch, precision)
         with torch.no_grad():
-            self.folding = _peak_bytes(
+            self.folding = peak_bytes(
                 lambda: made.append(FusedDecoder(self.model, 1, dtype=dtype)), apart_from=self.model.parameters()
             )
         (self.decoder,) = made
@@ -86,7 +81,7 @@ class _Network:
     def _row(self) -> int:
         """Alive at once while a row starts: once in the recorded graph, for good, once in the row before it."""
         with torch.no_grad():
-            return _peak_bytes(self.decoder.start_row, apart_from=decoder_tensors(self.decoder))
+            return peak_bytes(self.decoder.start_row, apart_from=decoder_tensors(self.decoder))
 
     def _embedding(self, batch: int) -> int:
         if self.model.embedder is None:
@@ -97,7 +92,7 @@ class _Network:
         given = image if self.config.num_given_bits else None
         own = [*self.model.parameters(), *self.model.buffers(), image, index]
         with torch.no_grad():
-            return _peak_bytes(lambda: self._context(image, index, given), apart_from=own)
+            return peak_bytes(lambda: self._context(image, index, given), apart_from=own)
 
     def _context(self, image: Tensor, index: Tensor, given: Tensor | None) -> Tensor | None:
         with AsOnGPU(self.precision):
@@ -112,47 +107,8 @@ def _bytes(networks: Sequence[_Network], batch: int) -> int:
 
 def decoder_bytes(decoder: FusedDecoder) -> int:
     """Of its own weights, caches and states."""
-    return _sum_bytes(decoder_tensors(decoder))
+    return sum_bytes(decoder_tensors(decoder))
 
 
 def decoder_tensors(decoder: FusedDecoder) -> list[Tensor]:
     return [x for x in tree_leaves(vars(decoder)) if isinstance(x, Tensor)]
-
-
-def _storages(tensors: Iterable[Tensor]) -> Iterator[Any]:
-    """Each once, however many views there are of it."""
-    yield from {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values()
-
-
-def _sum_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(storage.nbytes() for storage in _storages(list(tensors)))
-
-
-def _peak_bytes(function: Callable[[], Any], *, apart_from: Iterable[Tensor]) -> int:
-    """Most bytes that tensors made by `function` hold at once."""
-    with _Alive(apart_from) as alive:
-        function()
-    return alive.peak
-
-
-class _Alive(TorchDispatchMode):
-    """Follows what is allocated and freed; tensors that were there before are left out."""
-
-    def __init__(self, apart_from: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.before = list(apart_from)  # kept, so that no other storage gets an address of theirs
-        self.known = {storage._cdata for storage in _storages(self.before)}
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        new = {}
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.known:
-                storage = tensor.untyped_storage()
-                new[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        if new:
-            self.made = {key: kept for key, kept in self.made.items() if not kept[0].expired()} | new
-            self.peak = max(self.peak, sum(size for _, size in self.made.values()))
-        return out

@@ -280,9 +280,10 @@ def test_batches_of_the_networks_to_be_trained_are_printed(command: Command) -> 
     _, out, _ = command(full_multidim.main, "--dry-run", *options, *resources)
     lines = [line for line in out.splitlines() if " slices = " in line]
     assert lines == [
-        "train_first_slice: batch of 8 slices = 2 workers x 4 slices x 1 accumulated",
-        "train_size_upscale: batch of 1,024 slices = 2 workers x 2 slices x 256 accumulated",
-        "train_depth_upscale: batch of 8 slices = 2 workers x 4 slices x 1 accumulated",
+        "train_first_slice: batch of 8 slices = 2 workers x 4 slices x 1 accumulated (limit: a worker's share)",
+        "train_size_upscale: batch of 1,024 slices = 2 workers x 2 slices x 256 accumulated "
+        "(limit: train.micro_batch_size=3)",
+        "train_depth_upscale: batch of 8 slices = 2 workers x 4 slices x 1 accumulated (limit: a worker's share)",
     ]
     _, out, _ = command(full_multidim.main, "--dry-run", "--only", "prepare_data")
     assert " slices = " not in out

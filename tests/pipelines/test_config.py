@@ -126,7 +126,7 @@ DEMO_MAY_CHANGE = {
     "sample.num_images",
     "sample.batch_size",
     *(f"per_stage.{stage}.train.num_steps" for stage in ("first_slice", "depth_upscale")),
-    *(f"resources.{key}" for key in ("num_workers", "use_gpu", "cpus_per_worker", "num_cpus")),
+    *(f"resources.{key}" for key in ("num_workers", "use_gpu", "gpu_memory_gib", "cpus_per_worker", "num_cpus")),
 }
 
 
@@ -375,6 +375,11 @@ MISTAKES = {
     ): "resources.per_node.sample.num_to_keep has no effect: sample keeps no checkpoints; valid: num_workers, "
     "cpus_per_worker, use_gpu, gpus_per_worker, max_failures, retry_wait_sec",
     (
+        "resources.per_node.sample.gpu_memory_gib=24",
+    ): "resources.per_node.sample.gpu_memory_gib has no effect: sample trains nothing; valid: num_workers, "
+    "cpus_per_worker, use_gpu, gpus_per_worker, max_failures, retry_wait_sec",
+    ("resources.gpu_memory_gib=0",): "resources.gpu_memory_gib is 0.0; it must be above 0, or null",
+    (
         "resources.per_node.report.use_gpu=true",
     ): "resources.per_node.report.use_gpu has no effect: report uses no GPU; valid: cpus_per_worker, max_failures, "
     "retry_wait_sec",
@@ -399,8 +404,8 @@ MISTAKES = {
     ("stages=size_upscale",): "stages must be a list, e.g. stages=[...]",
     ("bits=[3,[8]]",): "bits must be a flat list",
     ("resources=3",): "resources is a section, not a value; set resources.KEY, with KEY one of num_workers, "
-    "cpus_per_worker, use_gpu, gpus_per_worker, num_to_keep, max_failures, retry_wait_sec, num_cpus, num_gpus, "
-    "per_node",
+    "cpus_per_worker, use_gpu, gpus_per_worker, gpu_memory_gib, num_to_keep, max_failures, retry_wait_sec, num_cpus, "
+    "num_gpus, per_node",
     (
         "per_stage.first_slice=3",
     ): "per_stage.first_slice is a section, not a value; set per_stage.first_slice.KEY, with KEY one of model, train",

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pipelines import ray_train
-from pipelines.experiment import BatchPlan
+from pipelines.batches import BatchPlan
 from spn.ordering import image_to_slices
 from spn.training import Batch, TrainConfig
 

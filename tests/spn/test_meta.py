@@ -10,12 +10,24 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spn.footprint import _peak_bytes
-from spn.meta import AsOnGPU
+from spn.meta import AsOnGPU, peak_bytes
 
 
 def made(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, device="meta")
+
+
+def test_counted_is_what_is_alive_at_once():
+    def work() -> None:
+        first = torch.zeros(1000, device="meta")  # 4000 bytes
+        second = first.double()  # 8000 more
+        del first
+        second.view(10, 100)[0] = 1
+        assert (second + 1).numel() == 1000  # 8000 more
+
+    assert peak_bytes(work, apart_from=()) == 16_000
+    before = torch.zeros(1000, device="meta")
+    assert peak_bytes(lambda: before.view(10, 100) * 2, apart_from=[before]) == 4000
 
 
 def test_products_run_in_half_precision_and_norms_in_float32():
@@ -58,7 +70,7 @@ def test_a_weight_is_copied_once():
             for _ in range(3):
                 layer(x)
 
-    assert copy < _peak_bytes(work, apart_from=[*layer.parameters(), x]) < 1.1 * copy
+    assert copy < peak_bytes(work, apart_from=[*layer.parameters(), x]) < 1.1 * copy
 
 
 def attention_bytes(head_dim: int, precision: str) -> int:
@@ -70,7 +82,7 @@ def attention_bytes(head_dim: int, precision: str) -> int:
             y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
         assert y.shape == q.shape
 
-    return _peak_bytes(work, apart_from=[q])
+    return peak_bytes(work, apart_from=[q])
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
