@@ -95,7 +95,7 @@ def test_what_is_newer_than_a_running_start_is_not_listed(finished: Store) -> No
 @pytest.fixture
 def toy_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """start's functions see the diamond in place of the pipeline's nodes."""
-    monkeypatch.setattr(pipeline, "nodes", lambda config: diamond())
+    monkeypatch.setattr(pipeline, "nodes", lambda config, **_: diamond())
     monkeypatch.setattr(start.dag, "plan", lambda nodes, store: plan.plan(nodes, store, packages=("toy",), root=TOYS))
     store = open_store(tmp_path / "runs" / "debug")
     store.write_text("config.yaml", "name: debug\n")
