@@ -34,7 +34,7 @@ from pipelines.node import NodeContext
 from pipelines.parallel import make_forward, sum_over_workers
 from pipelines.storage import Store
 from spn.bitdepth import stage_values
-from spn.checkpoint import CONFIG, EMA, load_trainer, load_weights, save_checkpoint, start_weights
+from spn.checkpoint import CONFIG, EMA, check_start, load_trainer, load_weights, save_checkpoint, start_weights
 from spn.evaluation import EVAL_BATCH, bits_per_dim, image_nats, scored_slices
 from spn.flops import peak_flops, training_flops
 from spn.model import SPN, SPNConfig, recompute_activations
@@ -61,13 +61,16 @@ class Fitted:
 
 
 def fit_stage(context: NodeContext, *, dataset: str) -> Fitted:
-    """Train one stage on the Parquet data set at URI `dataset`. Raises ray.train.TrainingFailedError, ValueError."""
+    """Train one stage on the Parquet data set at URI `dataset`. Raises ray.train.TrainingFailedError, UserError."""
     stage, model, train = context.config["stage"], context.config["model"], context.config["train"]
     resources: NodeResources = context.options["resources"]
     images = open_dataset(dataset)
     for split in ("train", "valid"):
         if images.num_images(split) == 0:
-            raise ValueError(f"{dataset} has no {split} images; training and choosing a checkpoint need some")
+            message = f"data.num_{split}_photos" if split == "valid" else "data"
+            raise UserError(f"{message}: {dataset} has no {split} images; training and choosing a checkpoint need some")
+    if train.init_from is not None and context.fresh:  # else it may have been read, and be gone
+        check_start_weights(train.init_from, model)
     store = storage.open_store(context.out)
     name = f"{stage}-{context.fingerprint}-{context.attempt}"
     stream = functools.partial(
@@ -282,13 +285,26 @@ def resume(state: TrainState, folder: Path, device: torch.device) -> list[dict[s
     return json.loads((folder / HISTORY).read_text())
 
 
+def check_start_weights(uri: str, config: SPNConfig) -> None:
+    """Raises UserError if there is no checkpoint at a path or URI, or one of another network. It reads little."""
+    store = storage.open_store(uri)
+    for name in (CONFIG, EMA):
+        if not store.exists(name):
+            raise UserError(f"train.init_from: {uri} has no {name}; it must be the folder of a checkpoint")
+    with tempfile.TemporaryDirectory() as folder:
+        store.download(CONFIG, Path(folder) / CONFIG)
+        try:
+            check_start(Path(folder), config)
+        except (ValueError, KeyError, TypeError) as error:  # also of a config.json that is something else
+            raise UserError(f"train.init_from: {uri}: {str(error).removeprefix('init_from: ')}") from error
+
+
 def start_weights_of(uri: str, config: SPNConfig) -> dict[str, Tensor]:
-    """Averaged weights of the checkpoint folder at a path or URI. Raises ValueError if it is of another network."""
+    """Averaged weights of the checkpoint folder at a path or URI. Raises UserError as above."""
+    check_start_weights(uri, config)
     store = storage.open_store(uri)
     with tempfile.TemporaryDirectory() as folder:
         for name in (CONFIG, EMA):
-            if not store.exists(name):
-                raise ValueError(f"init_from: {uri} has no {name}; it must be the folder of a checkpoint")
             store.download(name, Path(folder) / name)
         return start_weights(Path(folder), config)
 

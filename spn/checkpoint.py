@@ -53,7 +53,13 @@ def load_model(folder: Path, *, averaged: bool = True, device: str = "cpu") -> S
 
 
 def start_weights(folder: Path, config: SPNConfig) -> dict[str, Tensor]:
-    """Averaged weights of another run's checkpoint for a network of `config`. Raises ValueError if it is another one.
+    """Averaged weights of another run's checkpoint for a network of `config`. Raises ValueError as `check_start`."""
+    check_start(folder, config)
+    return load_weights(folder, averaged=True)
+
+
+def check_start(folder: Path, config: SPNConfig) -> None:
+    """Raises ValueError if the checkpoint's network is none of `config`. It needs the checkpoint's config alone.
 
     The stage's name may differ (a chain's depth_upscale and another chain's depth_upscale_8), its shape may not.
     """
@@ -63,7 +69,6 @@ def start_weights(folder: Path, config: SPNConfig) -> dict[str, Tensor]:
             raise ValueError(
                 f"init_from: {name} is {getattr(config, name)} here, {getattr(theirs, name)} in the checkpoint"
             )
-    return load_weights(folder, averaged=True)
 
 
 def load_trainer(folder: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from PIL import Image
 
 from data_prep.parquet import Dataset, open_dataset, pixels, read_shard
 from pipelines import storage
+from pipelines.errors import UserError
 from pipelines.inputs import log_split, split_digest
 from pipelines.node import NodeContext, NodeResult
 from pipelines.registry import StageModel
@@ -38,7 +39,7 @@ def run(context: NodeContext) -> NodeResult:
     size = models[stages[0]].config.image_size
     num_test = dataset.num_images("test")
     if num_test == 0:
-        raise ValueError(f"data set {dataset.manifest.dataset} has no test images")
+        raise UserError(f"data.num_test_photos: data set {dataset.manifest.dataset} has no test images")
     keys: list[str] = []
     nats: dict[str, list[float]] = {stage: [] for stage in stages}
     plain_spn: list[float] = []  # size_upscale with slice (0, 0) as well: the same network as a model of its own

@@ -266,7 +266,7 @@ def test_a_node_that_fails_fails_the_job(head: Head, storage: Path) -> None:
     overrides = [f"storage={storage}", "train.init_from=/nowhere/step-00000001", "resources.max_failures=0"]
     command = ["python", "pipelines/train_stage.py", "--config", "debug", "--stage", "first_slice", *overrides]
     job = head.submit(*command, timeout_sec=300)
-    assert (job.status, job.exit_code) == ("FAILED", 1), job.log
-    assert "train_first_slice failed" in job.log
-    error = Path(re.search(r"its log: (\S+)", job.log)[1]).read_text()
-    assert "/nowhere/step-00000001 has no config.json" in error, error
+    assert (job.status, job.exit_code) == ("FAILED", 2), job.log
+    message = "train.init_from: /nowhere/step-00000001 has no config.json; it must be the folder of a checkpoint"
+    assert f"\nerror: train_first_slice: {message}\n" in job.log
+    assert message in Path(re.search(r"see (\S+error.txt)", job.log)[1]).read_text()

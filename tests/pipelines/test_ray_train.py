@@ -5,7 +5,10 @@ python -m pytest tests/pipelines/test_ray_train.py
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,9 @@ import torch
 
 from pipelines import ray_train
 from pipelines.batches import BatchPlan
+from pipelines.errors import UserError
+from spn.checkpoint import save_checkpoint
+from spn.model import SPN, SPNConfig
 from spn.ordering import image_to_slices
 from spn.training import Batch, TrainConfig
 
@@ -84,6 +90,43 @@ def test_what_is_left_to_read_is_shared_evenly_after_the_last_step_too(step: int
 def test_rows_of_another_step_are_noticed(handed_out) -> None:
     with pytest.raises(AssertionError, match="instead of"):
         handed_out(0, of=1, first_step=2)
+
+
+def checkpoint(folder: Path, config: SPNConfig) -> Path:
+    model = SPN(config)
+    folder.mkdir()
+    save_checkpoint(folder, model=model, ema=dict(model.named_parameters()), trainer={})
+    return folder
+
+
+def test_weights_to_start_from_are_checked_before_a_worker_starts(
+    tiny_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    config = tiny_config("size_upscale", image_size=SIDE, scaling_factor=2)
+    folder = checkpoint(tmp_path / "checkpoint", config)
+    ray_train.check_start_weights(str(folder), config)
+    assert ray_train.start_weights_of(str(folder), config).keys() == dict(SPN(config).named_parameters()).keys()
+    other = dataclasses.replace(config, num_bits=3)
+    with pytest.raises(UserError, match=f"^train.init_from: {folder}: num_bits is 3 here, 1 in the checkpoint$"):
+        ray_train.check_start_weights(str(folder), other)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(UserError, match=f"^train.init_from: {folder}: "):
+        ray_train.check_start_weights(str(folder), config)
+    with pytest.raises(UserError, match="^train.init_from: /nowhere has no config.json; it must be the folder of a "):
+        ray_train.check_start_weights("/nowhere", config)
+
+
+@pytest.mark.parametrize(("num_valid", "message"), [(0, "no valid images"), (1, "^train.init_from: /nowhere has no ")])
+def test_what_a_training_cannot_begin_with_is_the_users_mistake(
+    num_valid: int, message: str, monkeypatch: pytest.MonkeyPatch, tiny_config: Callable[..., Any]
+) -> None:
+    images = SimpleNamespace(num_images=lambda split: num_valid if split == "valid" else 1)
+    monkeypatch.setattr(ray_train, "open_dataset", lambda _: images)
+    model = tiny_config("size_upscale", image_size=SIDE, scaling_factor=2)
+    config = {"stage": "size_upscale", "model": model, "train": TrainConfig(init_from="/nowhere")}
+    context = SimpleNamespace(config=config, options={"resources": None}, fresh=True)
+    with pytest.raises(UserError, match=message):
+        ray_train.fit_stage(context, dataset="set")
 
 
 @pytest.fixture
