@@ -30,7 +30,7 @@ from pipelines.config import (
 )
 
 # What GPU-hours rest on: the share of the card's FLOP/s (spn.flops) that training reaches. Measured on the presets'
-# networks: 0.54 to 0.57, celebahq256's 0.38 (benchmarks/results/train/); validation, checkpoints and waiting for data
+# networks: 0.59 to 0.62, celebahq256's 0.49 (benchmarks/results/train/); validation, checkpoints and waiting for data
 # come out of the rest.
 CARD, MFU = "H100", 0.5
 

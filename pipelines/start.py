@@ -53,7 +53,7 @@ def start(
     # Before the source of images is looked at: a name needs no data.
     names = pipeline.node_names(config) if own is None else own.node_names
     planning.check_names(names, **chosen)
-    nodes = pipeline.nodes(config, own=own)
+    nodes = pipeline.nodes(config, own=own, to_run=only or None)
     lock = Lock(store)
     with _reading(store):
         plan, holder = dag.plan(nodes, store, **chosen), lock.holder()
@@ -89,7 +89,7 @@ def show_status(config: ExperimentConfig) -> int:
     from pipelines import pipeline
 
     store = _run_folder(config)
-    nodes = pipeline.nodes(config, to_run=False)
+    nodes = pipeline.nodes(config, to_run=())
     with _reading(store):
         table = status.lines(dag.plan(nodes, store))
     print("\n".join([f"run folder: {store.uri}", *table]))
@@ -104,7 +104,7 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
     from pipelines import pipeline
 
     store = _run_folder(config)
-    nodes = pipeline.nodes(config, to_run=False)
+    nodes = pipeline.nodes(config, to_run=())
     with _locked(Lock(store)) if delete and store.list("nodes") else contextlib.nullcontext():
         with _reading(store):
             holder = None if delete else Lock(store).holder()

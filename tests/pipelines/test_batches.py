@@ -177,7 +177,7 @@ def test_a_memory_without_room_for_one_slice_is_refused(run, tmp_path, capsys):
         stage_batch_plan(load("imagenet64", [f"resources.gpu_memory_gib={least - 1}"]), STAGE)
 
 
-def test_looking_at_a_run_folder_counts_nothing(run, monkeypatch, capsys):
+def test_what_does_not_train_counts_nothing(run, monkeypatch, capsys):
     """Counting the networks of a preset takes seconds."""
 
     def counts(*_: object) -> None:
@@ -187,6 +187,17 @@ def test_looking_at_a_run_folder_counts_nothing(run, monkeypatch, capsys):
     assert run("--status", *on_gpu("resources.gpu_memory_gib=1")) == 0
     assert run("--gc", *on_gpu("resources.gpu_memory_gib=1")) == 0
     assert NODE in capsys.readouterr().out
+    nodes(load("debug", on_gpu("resources.gpu_memory_gib=1")), to_run=["prepare_data", "evaluate"])
+    with pytest.raises(SystemExit, match="would have run"):
+        run("--only", "prepare_data", *on_gpu("resources.gpu_memory_gib=1"))
+
+
+def test_a_stage_that_does_not_fit_keeps_no_other_from_training():
+    config = load("debug", on_gpu(f"resources.per_node.{NODE}.gpu_memory_gib=1"))
+    plans = {node.name: node.options.get("plan") for node in nodes(config, to_run=["train_first_slice"])}
+    assert isinstance(plans["train_first_slice"], BatchPlan) and plans[NODE] is None
+    with pytest.raises(UserError, match=STAGE):
+        nodes(config)
 
 
 PLAN = BatchPlan(512, 2, 64, 4, counted_bytes=30 * GIB)
