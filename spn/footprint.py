@@ -111,4 +111,4 @@ def decoder_bytes(decoder: FusedDecoder) -> int:
 
 
 def decoder_tensors(decoder: FusedDecoder) -> list[Tensor]:
-    return [x for x in tree_leaves(vars(decoder)) if isinstance(x, Tensor)]
+    return [x for x in tree_leaves([vars(decoder), vars(decoder.weights)]) if isinstance(x, Tensor)]

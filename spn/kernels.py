@@ -4,8 +4,9 @@ Sums are float32; weights, caches and what only products read are of one type, f
 Weights lie as [out, in], so that a tile is read along its contiguous axis. B batch, T positions of a slice.
 
 With PDL (programmatic dependent launch) a program is there before the kernels ahead of it end. Until `_wait` it may
-read only what no kernel of a row writes: weights, biases, uniform numbers, given values, the number of the row. What it
-will read afterwards it asks into the L2 cache, which all programs share: what is written there since is right, too.
+read only what no kernel of a row writes: weights, biases, uniform numbers, given values, the number of the row (`mix`
+reads more, and says why it may). What it will read afterwards it asks into the L2 cache, which all programs share: what
+is written there since is right, too.
 """
 
 from __future__ import annotations
@@ -20,9 +21,6 @@ TANH_SIGMOID: tl.constexpr = tl.constexpr(1)
 SILU: tl.constexpr = tl.constexpr(2)
 AT_START: tl.constexpr = tl.constexpr(1)  # PDL: when a kernel lets the next one start its launch
 AFTER_WAIT: tl.constexpr = tl.constexpr(2)
-AT_END: tl.constexpr = tl.constexpr(3)
-IN_BULK: tl.constexpr = tl.constexpr(1)  # ASK: how
-BY_LINE: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
@@ -37,7 +35,7 @@ def _tanh(x):
 
 @triton.jit
 def _norm_scale(total, squares, count, eps, NORM: tl.constexpr):
-    """What a normed row is multiplied with; the mean is taken out by the weights (fused.py, `_normed`)."""
+    """What a normed row is multiplied with; the mean is taken out by the weights (folding.py, `_normed`)."""
     mean = total / count
     variance = squares / count - mean * mean if NORM == LAYER_NORM else squares / count
     return tl.rsqrt(variance + eps)
@@ -55,35 +53,8 @@ def _wait(PDL: tl.constexpr):
 
 
 @triton.jit
-def _ending(PDL: tl.constexpr):
-    """Before the last stores."""
-    if PDL == AT_END:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def _ask(address, num_bytes):
-    """Asks for `num_bytes` from each address into the L2 cache; nothing waits for them. Of 0 or less: for nothing.
-
-    Threads of a warp ask one after the other: the instruction takes its operands from uniform registers.
-    """
-    address = address.to(tl.int64)
-    start = address & -16  # of the instruction: addresses and sizes are multiples of 16
-    size = tl.where(num_bytes > 0, (address - start + num_bytes + 15) & -16, 0).to(tl.int32)
-    tl.inline_asm_elementwise(
-        """{
-            .reg .pred some;
-            setp.gt.s32 some, $2, 0;
-            @some cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-        }""",
-        "=r,l,r", [start, size], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _ask_line(address, here):
-    """Asks for the cache line of each address; threads of a warp ask at once."""
+    """Asks for the cache line of each address into L2; nothing waits for it."""
     tl.inline_asm_elementwise(
         """{
             .reg .pred some;
@@ -96,36 +67,23 @@ def _ask_line(address, here):
 
 
 @triton.jit
-def _ask_range(start, num_elements, LANES: tl.constexpr, ASK: tl.constexpr):
-    """The same for elements in a row; each of LANES threads asks for a share."""
-    width: tl.constexpr = start.dtype.element_ty.primitive_bitwidth // 8
-    if ASK == BY_LINE:
-        line: tl.constexpr = 128 // width
-        for first in range(0, num_elements, LANES * line):
-            at = first + tl.arange(0, LANES) * line
-            _ask_line(start + at, at < num_elements)
-    else:
-        share = tl.cdiv(num_elements, LANES * 512) * 512  # few requests, of a kilobyte or more
-        first = tl.arange(0, LANES) * share
-        _ask(start + first, tl.minimum(num_elements - first, share) * width)
+def _ask_range(start, num_elements, LANES: tl.constexpr):
+    """The same for elements in a row; LANES threads ask at once."""
+    line: tl.constexpr = 1024 // start.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+    for first in range(0, num_elements, LANES * line):
+        at = first + tl.arange(0, LANES) * line
+        _ask_line(start + at, at < num_elements)
 
 
 @triton.jit
-def _ask_tile(weight, column_at, is_column, length, COLUMNS: tl.constexpr, ASK: tl.constexpr):
-    """The same for `length` inputs of a tile's columns: each of 128 threads asks for a piece of a column."""
+def _ask_tile(weight, column_at, is_column, length, COLUMNS: tl.constexpr):
+    """The same for `length` inputs of a tile's columns: 128 threads ask at once."""
     PIECES: tl.constexpr = 128 // COLUMNS
-    width: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+    line: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
     here = is_column & (tl.program_id(0) == 0)  # once for all tiles of images
-    if ASK == BY_LINE:
-        line: tl.constexpr = 128 // width
-        for first in range(0, length, PIECES * line):
-            at = first + tl.arange(0, PIECES)[:, None] * line
-            _ask_line(weight + column_at[None, :] + at, here[None, :] & (at < length))
-    else:
-        share = tl.cdiv(length, PIECES * 512) * 512
-        first = tl.arange(0, PIECES)[:, None] * share
-        size = tl.where(here[None, :], tl.minimum(length - first, share) * width, 0)
-        _ask(weight + column_at[None, :] + first, size)
+    for first in range(0, length, PIECES * line):
+        at = first + tl.arange(0, PIECES)[:, None] * line
+        _ask_line(weight + column_at[None, :] + at, here[None, :] & (at < length))
 
 
 @triton.jit
@@ -224,7 +182,7 @@ def product(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if ASK:
         for segment in tl.static_range(SEGMENTS):
-            _ask_tile(weight + segment * weight_segment, columns_64 * weight_stride, is_column, length, BLOCK_N, ASK)
+            _ask_tile(weight + segment * weight_segment, columns_64 * weight_stride, is_column, length, BLOCK_N)
     if HAS_BIAS:
         acc += tl.load(bias + columns, mask=is_column, other=0.0)[None, :]
     _wait(PDL)
@@ -256,10 +214,100 @@ def product(
         place = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     here = is_row[:, None] & (place < n)[None, :]
     at = rows_64[:, None] * out_stride + place[None, :]
-    _ending(PDL)
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=here)
     if HAS_COPY:
         tl.store(copy + at, acc.to(copy.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _sum_products(w, x):
+    return tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+
+
+@triton.jit
+def mix(
+    attended, half, x, weight, next_half, out, stats, ahead, batch, width, n, ahead_length,
+    BLOCK_TILES: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """Adds an attention to the stream x [B, D], and makes ready what the next one reads of the sum, before its norm:
+
+        x += W_1 attended;    out [B, n] = W_2 x + (W_2 W_1) attended, with x and half as they were.
+
+    weight: W_1 [D, D], then [n, 2 D] of attended and half. half, next_half: x in the type that products read. stats
+    [2, B, BLOCK_TILES]: sums of x and of x^2 by tile, of which the next kernel makes the norm's factor; where there is
+    no tile, zeros stay. ahead: ahead_length weights that the next kernel reads.
+    """
+    # A launch AFTER_WAIT means that all kernels but the one just before have ended: what they wrote, such as `half`,
+    # can be read while that one still works.
+    tl.static_assert(PDL != AT_START)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tile, tiles = tl.program_id(1), tl.cdiv(width, BLOCK_N)
+    is_first = tile < tiles
+    columns = tl.where(is_first, tile, tile - tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = rows < batch, columns < tl.where(is_first, width, n)
+    rows_64, columns_64 = rows.to(tl.int64), columns.to(tl.int64)
+    column_at = tl.where(is_first, columns_64 * width, (width + 2 * columns_64) * width)
+    more = tl.where(is_first, 0, width)
+    if (
+        SPLIT == 0
+    ):  # one image: all weights of a tile, [BLOCK_N, BLOCK_K + BLOCK_REST], are there when the attention ends
+        k = tl.arange(0, BLOCK_K)
+        w = tl.load(weight + column_at[:, None] + k[None, :], mask=is_column[:, None], other=0.0)
+        if BLOCK_REST:
+            rest = BLOCK_K + tl.arange(0, BLOCK_REST)
+            is_w = is_column[:, None] & (rest < width)[None, :]
+            w_rest = tl.load(weight + column_at[:, None] + rest[None, :], mask=is_w, other=0.0)
+    elif ASK:
+        _ask_tile(weight, column_at, is_column, width + more, BLOCK_N)
+    if ASK:
+        share = tl.cdiv(tl.cdiv(ahead_length, tl.num_programs(1)), 64) * 64
+        if tl.program_id(0) == 0:
+            _ask_range(ahead + tile * share, tl.minimum(share, ahead_length - tile * share), 128)
+    if SPLIT == 0:
+        is_w = is_column[:, None] & (k < more)[None, :]
+        w_half = tl.load(weight + width + column_at[:, None] + k[None, :], mask=is_w, other=0.0)
+        acc = _sum_products(w_half, tl.load(half + k))
+        if BLOCK_REST:
+            is_w = is_column[:, None] & (rest < more)[None, :]
+            w_half = tl.load(weight + width + column_at[:, None] + rest[None, :], mask=is_w, other=0.0)
+            acc += _sum_products(w_half, tl.load(half + rest, mask=rest < width, other=0.0))
+        _wait(PDL)
+        acc += _sum_products(w, tl.load(attended + k))
+        if BLOCK_REST:
+            acc += _sum_products(w_rest, tl.load(attended + rest, mask=rest < width, other=0.0))
+        acc = acc[None, :]
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        unused = tl.zeros([BLOCK_M], tl.float32)
+        acc, _, _ = _multiply(
+            half, rows_64 * width, is_row, weight + width, column_at, is_column, more,
+            acc, unused, unused, False, SPLIT, BLOCK_K,
+        )  # fmt: skip
+        _wait(PDL)
+        acc, _, _ = _multiply(
+            attended, rows_64 * width, is_row, weight, column_at, is_column, width,
+            acc, unused, unused, False, SPLIT, BLOCK_K,
+        )  # fmt: skip
+    here = is_row[:, None] & is_column[None, :]
+    if is_first:
+        at_x = rows_64[:, None] * width + columns[None, :]
+        acc += tl.load(x + at_x, mask=here, other=0.0)
+        tl.store(x + at_x, acc, mask=here)
+        tl.store(next_half + at_x, acc.to(next_half.dtype.element_ty), mask=here)
+        at_stats = stats + rows * BLOCK_TILES + tile
+        tl.store(at_stats, tl.sum(acc, axis=1), mask=is_row)
+        tl.store(at_stats + batch * BLOCK_TILES, tl.sum(acc * acc, axis=1), mask=is_row)
+    else:
+        tl.store(out + rows_64[:, None] * n + columns[None, :], acc, mask=here)
+
+
+@triton.jit
+def _factor(stats, image, batch, count, eps, BLOCK_TILES: tl.constexpr):
+    """The factor of one row's layer norm from the sums that `mix` wrote."""
+    at = stats + image * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
+    total, squares = tl.sum(tl.load(at), axis=0), tl.sum(tl.load(at + batch * BLOCK_TILES), axis=0)
+    return _norm_scale(total, squares, count, eps, LAYER_NORM)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "groups", "first", "low"])
@@ -299,11 +347,7 @@ def step(
     a = tl.load(x + rows_64[:, None] * x_stride + k[None, :], mask=is_row[:, None] & is_k[None, :], other=0.0)
     at = sums + rows_64[:, None] * sums_stride + target[None, :]
     acc = tl.load(at, mask=here, other=0.0)
-    if BLOCK_M == 1:
-        acc += tl.sum(a.to(tl.float32) * w.to(tl.float32), axis=1)[None, :]
-    else:
-        acc = tl.dot(a.to(w.dtype), tl.trans(w), acc, input_precision="ieee")
-    _ending(PDL)
+    acc = tl.dot(a.to(w.dtype), tl.trans(w), acc, input_precision="ieee")
     if LAST:
         if tile < tl.cdiv(stream, BLOCK_N):
             tl.store(
@@ -344,7 +388,7 @@ def stacked(
     length *= z + 1
     if ASK:
         for segment in tl.static_range(SEGMENTS):
-            _ask_tile(weight + segment * weight_segment, columns_64 * weight_stride, is_column, length, BLOCK_N, ASK)
+            _ask_tile(weight + segment * weight_segment, columns_64 * weight_stride, is_column, length, BLOCK_N)
     acc += tl.load(bias + z * n + columns, mask=is_column, other=0.0)[None, :]
     _wait(PDL)
     for segment in tl.static_range(SEGMENTS):
@@ -354,7 +398,6 @@ def stacked(
             length, acc, unused, unused, False, SPLIT, BLOCK_K,
         )  # fmt: skip
     at = out + rows_64[:, None] * out_stride + z * out_stack + columns[None, :]
-    _ending(PDL)
     tl.store(at, acc.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
@@ -377,10 +420,10 @@ def begin_pixel(
     unused = tl.zeros([BLOCK_M], tl.float32)
     at_row = tl.load(row)
     if ASK:
-        _ask_tile(weight, columns * units, is_column, units, BLOCK_N, ASK)
+        _ask_tile(weight, columns * units, is_column, units, BLOCK_N)
         if STEM:
             size = window_row_length * stem_rows
-            _ask_tile(stem, columns * size, is_column, size, BLOCK_N, ASK)
+            _ask_tile(stem, columns * size, is_column, size, BLOCK_N)
     acc += tl.load(bias + columns, mask=is_column, other=0.0)[None, :]
     if TIMING:
         position = at_row * slice_width + column
@@ -400,7 +443,6 @@ def begin_pixel(
     at, here = rows_64[:, None] * width + columns[None, :], is_row[:, None] & is_column[None, :]
     if HAS_BASE:
         acc += tl.load(base + rows_64[:, None] * base_stride + columns[None, :], mask=here, other=0.0)
-    _ending(PDL)
     tl.store(out + at, acc, mask=here)
     tl.store(copy + at, acc.to(copy.dtype.element_ty), mask=here)
 
@@ -418,16 +460,16 @@ def _is_last(counter, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["column"])
 def attend(
-    qkv, keys, values, turns, out, parts, counters,
-    row, column, slice_width, heads, head_dim, length, scale, eps, asked,
-    ROTARY: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    qkv, bias, stats, keys, values, turns, out, parts, counters,
+    row, column, slice_width, batch, heads, head_dim, length, scale, eps, asked,
+    NORMED: tl.constexpr, BLOCK_TILES: tl.constexpr, ROTARY: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr,
+    STAGES: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Causal attention of one position; its key and value enter the cache.
 
     A program has one head of one image, or one of PARTS of its earlier positions: the last to end adds up. Every lane
     of BLOCK_T keeps a running softmax of its own, so that lanes meet only once, at the end. asked: positions of a
-    program that are asked for ahead.
+    program that are asked for ahead. NORMED False: qkv waits for its norm's factor, from `stats` (mix), and for `bias`.
     """
     pid = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -439,16 +481,24 @@ def attend(
     end = tl.minimum(position, (part + 1) * share)
     if ASK:
         ahead = tl.minimum(end - part * share, asked).to(tl.int32) * head_dim
-        _ask_range(keys + part * share * head_dim, ahead, 128, ASK)
-        _ask_range(values + part * share * head_dim, ahead, 128, ASK)
-    _wait(PDL)
+        _ask_range(keys + part * share * head_dim, ahead, 128)
+        _ask_range(values + part * share * head_dim, ahead, 128)
     width = heads * head_dim
     d = tl.arange(0, BLOCK_D)
     is_d = d < head_dim
+    if not NORMED:
+        at_bias = bias + head * head_dim + d
+        q_bias = tl.load(at_bias, mask=is_d, other=0.0)
+        k_bias = tl.load(at_bias + width, mask=is_d, other=0.0)
+        v_bias = tl.load(at_bias + 2 * width, mask=is_d, other=0.0)
+    _wait(PDL)
     at = qkv + (pid // heads) * 3 * width + head * head_dim
     q = tl.load(at + d, mask=is_d, other=0.0)
     k = tl.load(at + width + d, mask=is_d, other=0.0)
     v = tl.load(at + 2 * width + d, mask=is_d, other=0.0)
+    if not NORMED:
+        factor = _factor(stats, pid // heads, batch, width, eps, BLOCK_TILES)
+        q, k, v = q * factor + q_bias, k * factor + k_bias, v * factor + v_bias
     if ROTARY:
         half = head_dim // 2
         other, pair = (d + half) % head_dim, d % half
@@ -491,35 +541,69 @@ def attend(
         own = tl.exp(own - top)
         total += own
         y += v.to(tl.float32) * own
-    to = out + (pid // heads) * width + head * head_dim + d
-    _ending(PDL)
+    _join(y, top, total, out + (pid // heads) * width + head * head_dim, parts, counters, pid, part, d, is_d, PARTS)
+
+
+@triton.jit
+def _join(y, top, total, out, parts, counters, number, part, d, is_d, PARTS: tl.constexpr):
+    """Writes an attention's output, y / total; of PARTS of one, the last to end adds up what they wrote."""
     if PARTS == 1:
-        tl.store(to, (y / total).to(out.dtype.element_ty), mask=is_d)
+        tl.store(out + d, (y / total).to(out.dtype.element_ty), mask=is_d)
     else:
-        step = BLOCK_D + 2  # of each part: weighted values, largest score, mass
-        at = parts + (pid * PARTS + part) * step
+        BLOCK_D: tl.constexpr = y.shape[0]
+        BLOCK_PARTS: tl.constexpr = triton.next_power_of_2(PARTS)
+        step: tl.constexpr = BLOCK_D + 2  # of each part: weighted values, largest score, mass
+        at = parts + (number * PARTS + part) * step
         tl.store(at + d, y)
         tl.store(at + BLOCK_D, top)
         tl.store(at + BLOCK_D + 1, total)
-        if _is_last(counters + pid, PARTS):
-            of_part = parts + (pid * PARTS + tl.arange(0, PARTS)) * step  # all parts are read at once
-            ys = tl.load(of_part[:, None] + d[None, :], cache_modifier=".cg")
-            tops = tl.load(of_part + BLOCK_D, cache_modifier=".cg")
+        if _is_last(counters + number, PARTS):
+            some = tl.arange(0, BLOCK_PARTS)
+            is_part = some < PARTS
+            of_part = parts + (number * PARTS + some) * step  # all parts are read at once
+            ys = tl.load(of_part[:, None] + d[None, :], mask=is_part[:, None], other=0.0, cache_modifier=".cg")
+            tops = tl.load(of_part + BLOCK_D, mask=is_part, other=-1e30, cache_modifier=".cg")
+            masses = tl.load(of_part + BLOCK_D + 1, mask=is_part, other=0.0, cache_modifier=".cg")
             weight = tl.exp(tops - tl.max(tops, axis=0))
-            total = tl.sum(tl.load(of_part + BLOCK_D + 1, cache_modifier=".cg") * weight, axis=0)
+            total = tl.sum(masses * weight, axis=0)
             y = tl.sum(ys * weight[:, None], axis=0)
-            tl.store(to, (y / total).to(out.dtype.element_ty), mask=is_d)
+            tl.store(out + d, (y / total).to(out.dtype.element_ty), mask=is_d)
+
+
+@triton.jit
+def remember_one(
+    query, bias, stats, keys, values, out, parts, counters, heads, head_dim, num_rows, eps,
+    PARTS: tl.constexpr, BLOCK_TILES: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`remember` of one image, without tensor cores: a program has read its BLOCK_R rows before the query is there."""
+    head, part = tl.program_id(0), tl.program_id(1)
+    d, r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
+    is_d, is_r = d < head_dim, part * BLOCK_R + r < num_rows
+    at = (head * num_rows + part * BLOCK_R + r)[:, None] * head_dim + d[None, :]
+    here = is_r[:, None] & is_d[None, :]
+    k = tl.load(keys + at, mask=here, other=0.0)
+    v = tl.load(values + at, mask=here, other=0.0)
+    q_bias = tl.load(bias + head * head_dim + d, mask=is_d, other=0.0)
+    _wait(PDL)
+    q = tl.load(query + head * head_dim + d, mask=is_d, other=0.0)
+    q = q * _factor(stats, 0, 1, heads * head_dim, eps, BLOCK_TILES) + q_bias
+    s = tl.where(is_r, tl.sum(k.to(tl.float32) * q[None, :], axis=1), -1e30)
+    top = tl.max(s, axis=0)
+    p = tl.where(is_r, tl.exp(s - top), 0.0)
+    y = tl.sum(p[:, None] * v.to(tl.float32), axis=0)
+    _join(y, top, tl.sum(p, axis=0), out + head * head_dim, parts, counters, head, part, d, is_d, PARTS)
 
 
 @triton.jit
 def remember(
-    query, keys, values, out, parts, counters, batch, heads, head_dim, num_rows,
-    PDL: tl.constexpr, ASK: tl.constexpr, PARTS: tl.constexpr,
+    query, bias, stats, keys, values, out, parts, counters, batch, heads, head_dim, num_rows, eps,
+    BLOCK_TILES: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Parameter attention: softmax over learned rows, keys and values [heads, rows, d]; query and out [B, D].
 
-    A program has BLOCK_M images, one head and one of PARTS of the rows: the last to end adds up.
+    The query waits for its norm's factor, from `stats` (mix), and for `bias`. A program has BLOCK_M images, one head
+    and one of PARTS of the rows: the last to end adds up.
     """
     tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -534,11 +618,14 @@ def remember(
     best = tl.full([BLOCK_M], -1e30, tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if ASK and tile == 0:
-        _ask_range(keys + part * share * head_dim, (end - part * share) * head_dim, 128, ASK)
-        _ask_range(values + part * share * head_dim, (end - part * share) * head_dim, 128, ASK)
+    q_bias = tl.load(bias + head * head_dim + d, mask=is_d, other=0.0)
     _wait(PDL)
+    at_stats = stats + rows[:, None] * BLOCK_TILES + tl.arange(0, BLOCK_TILES)[None, :]
+    total = tl.sum(tl.load(at_stats, mask=is_row[:, None], other=0.0), axis=1)
+    squares = tl.sum(tl.load(at_stats + batch * BLOCK_TILES, mask=is_row[:, None], other=0.0), axis=1)
     q = tl.load(query + at, mask=here, other=0.0)
+    q = q * _norm_scale(total, squares, heads * head_dim, eps, LAYER_NORM)[:, None] + q_bias[None, :]
+    q = q.to(keys.dtype.element_ty)
     for start in range(part * share, end, BLOCK_R):
         r = start + tl.arange(0, BLOCK_R)
         is_r = r < end
@@ -553,7 +640,6 @@ def remember(
         mass = mass * fade + tl.sum(p, axis=1)
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
         best = new
-    _ending(PDL)
     if PARTS == 1:
         tl.store(out + at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=here)
     else:
@@ -598,9 +684,9 @@ def gates(
     squares = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if ASK:
-        _ask_tile(weight, number * width, is_column, width, BLOCK_N, ASK)
+        _ask_tile(weight, number * width, is_column, width, BLOCK_N)
         if HAS_LEFT:
-            _ask_tile(left, number * inputs, is_column, inputs, BLOCK_N, ASK)
+            _ask_tile(left, number * inputs, is_column, inputs, BLOCK_N)
     _wait(PDL)
     acc, squares, total = _multiply(
         x, rows_64 * width, is_row, weight, number * width, is_column, width,
@@ -614,7 +700,6 @@ def gates(
         )  # fmt: skip
     here = is_row[:, None] & is_column[None, :]
     acc += tl.load(above + rows_64[:, None] * above_stride + number[None, :], mask=here, other=0.0)
-    _ending(PDL)
     tl.store(out + rows_64[:, None] * out_stride + number[None, :], acc, mask=here)
 
 
@@ -653,7 +738,6 @@ def draw(
         below = (tl.cumsum(mass, axis=0) <= number) & is_v
         value = tl.minimum(tl.sum(below.to(tl.int32), axis=0), num_values - 1)
     value = tl.where(is_known, given, value)
-    _ending(PDL)
     tl.store(target + place, value.to(tl.int64))
     u = tl.arange(0, BLOCK_UNITS)
     is_u = u < units

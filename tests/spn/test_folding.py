@@ -10,13 +10,15 @@ import dataclasses
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from spn.decoding import incremental_logits
-from spn.fused import EPS, FusedDecoder
+from spn.folding import FoldedWeights
+from spn.fused import EPS
 from spn.model import SPN
 
 
-def first_pixel(decoder: FusedDecoder, model: SPN, values: Tensor) -> Tensor:
+def first_pixel(decoder: FoldedWeights, model: SPN, values: Tensor) -> Tensor:
     """Logits [B, 3, V] of pixel (0, 0), which takes `values` [B, 3]: nothing is above, to the left or before it."""
     batch, layers, conv, stream, gate = len(values), decoder.num_layers, decoder.conv, decoder.stream, decoder.gate
     attention = model.decoder.attention
@@ -66,6 +68,32 @@ def test_a_pixel_by_folded_maps_has_the_networks_logits(num_layers, conv, stream
     target = torch.randint(8, (5, 3, 4, 4), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = incremental_logits(model, target, None)[..., 0, 0].float()
-        found = first_pixel(FusedDecoder(model, 5), model, target[..., 0, 0])
+        found = first_pixel(FoldedWeights(model, torch.float32), model, target[..., 0, 0])
     assert expected.std() > 0.05 and expected[:, 2].std(0).min() > 1e-3, "weights and values count"
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_what_follows_an_attention_is_made_of_the_stream_before_it(tiny_config, randomised):
+    """kernels.mix: W_1 of the attention's output; W_2 W_1 and W_2 make W_2 of the stream with that added."""
+    config = tiny_config("baseline", image_size=4, scaling_factor=1, num_bits=3)
+    config = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, num_attn_layers=2))
+    model = randomised(SPN(config), 3).float()
+    decoder, layers = FoldedWeights(model, torch.float32), model.decoder.attention.layers
+    width = decoder.width
+    attended, stream = torch.randn(2, 5, width, generator=torch.Generator().manual_seed(0))
+
+    def check(weight: Tensor, bias: Tensor, out: Module, norm: Module, following: Module) -> None:
+        first, both = weight.split([width**2, len(weight) - width**2])
+        after = stream + attended @ first.view(width, width).t()
+        assert torch.allclose(after, stream + out(attended), atol=1e-5)
+        mixed = torch.cat([attended, stream], dim=1) @ both.view(-1, 2 * width).t()
+        factor = torch.rsqrt(after.var(1, unbiased=False, keepdim=True) + EPS)
+        assert torch.allclose(mixed * factor + bias, following(norm(after)), atol=1e-4)
+
+    with torch.no_grad():
+        for number, layer in enumerate(layers):
+            weights = decoder.attention[number]
+            check(weights["out"], weights["query_bias"], layer.attn.out, layer.memory_norm, layer.memory.query)
+            if number + 1 < len(layers):
+                after, bias = layers[number + 1], decoder.attention[number + 1]["qkv_bias"]
+                check(weights["memory_out"], bias, layer.memory.out, after.attn_norm, after.attn.qkv)

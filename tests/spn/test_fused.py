@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spn.decoding import decode_slice, prepare
 from spn.draws import Draws
+from spn.folding import FoldedWeights
 from spn.model import SPN
 from spn.sampling import sample_chain, sample_stage, slice_decoder, uniforms
 
@@ -81,9 +82,9 @@ def recorded(model: SPN, target: Tensor, context: Tensor | None, **options) -> T
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("batch", [3, 130])
+@pytest.mark.parametrize("batch", [1, 3, 130])
 def test_logits_equal_the_full_network(shape, batch, tiny_config):
-    """In float32, at every position and channel; small batches and those that fill the tiles of tensor cores."""
+    """In float32, at every position and channel; one image, few, and so many that they fill tensor cores' tiles."""
     model = network(shape, tiny_config, stage="baseline" if shape == "one_layer" else "size_upscale")
     target, context, full = case(model, batch)
     assert full.abs().max() > 0.3
@@ -114,10 +115,8 @@ def test_large_batches_in_bfloat16_are_as_exact_as_small_ones_and_repeat(tiny_co
 
 def test_a_wrong_fold_is_noticed(tiny_config, monkeypatch):
     """Biases of the stream left out of what later layers read."""
-    from spn import fused
-
-    right = fused.FusedDecoder._fold
-    monkeypatch.setattr(fused.FusedDecoder, "_fold", lambda self, layers: 0 * right(self, layers))
+    right = FoldedWeights._fold
+    monkeypatch.setattr(FoldedWeights, "_fold", lambda self, layers: 0 * right(self, layers))
     target, context, full = case(model := network("plain", tiny_config), 3)
     assert (recorded(model, target, context) - full).abs().max() > 1e-2
 
