@@ -14,7 +14,7 @@ import torch
 from benchmarks import race
 from spn.model import SPN
 
-TINY = dict(conv_channels=6, residual_channels=12, num_attn_layers=1, num_attn_heads=1, attn_head_dim=8)
+TINY = dict(conv_channels=6, residual_channels=12, num_attn_layers=1, num_attn_heads=1, attn_head_dim=8, dropout=0.0)
 DECODER = {**TINY, "num_layers": 2, "num_memory_rows": 4}
 EMBEDDER = {**TINY, "num_conv_layers": 1, "num_memory_rows": 4}
 
@@ -33,7 +33,11 @@ def test_a_network_without_preference_scores_its_bits(variant):
 def test_a_short_race_learns_and_counts(variant):
     """Images of one colour: a second of training beats the histogram of an untrained network."""
     train = np.full((10, 64, 64, 3), 5, np.uint8)
-    changes = {"decoder": DECODER, "embedder": EMBEDDER, "train": {"batch_size": 2, "learning_rate": 1e-2}}
+    changes = {
+        "decoder": DECODER,
+        "embedder": EMBEDDER,
+        "train": {"batch_size": 2, "learning_rate": 1e-2, "warmup_steps": 1},
+    }
     result = race.race(train, train[:2], variant=variant, seconds=1.0, changes=changes, device="cpu")
     assert result["test_bits_per_dim"] < 3 and math.isfinite(result["train_bits_per_dim_last_100_steps"])
     assert result["images"] == 2 * result["steps"] == 10 * result["epochs"]
@@ -54,4 +58,4 @@ def test_the_two_sides_are_of_one_size():
         counts = [
             sum(p.numel() for p in SPN(race.VARIANTS[v].network).parameters()) for v in ("spn_paper", "spn_modern")
         ]
-    assert max(counts) / min(counts) < 1.02
+    assert max(counts) / min(counts) < 1.05
