@@ -40,10 +40,6 @@ class TooManyUnusable(Exception):
     """More photos than max_quarantine_fraction allows could not be used; nothing was committed."""
 
 
-class Unplannable(ValueError):
-    """The configuration does not go with the source; one line that begins with the field's name says how."""
-
-
 def build(
     config: DataConfig,
     *,
@@ -57,7 +53,7 @@ def build(
     Raises Unplannable, UnusableSource (mostly before anything is written), TooManyUnusable, ValueError for an `out`
     that holds another finished data set, and claim.FolderInUse while another build is at work in `out`.
     """
-    plan = _planned(config)
+    plan = make_plan(config, sources.find(config))
     filesystem, folder = files.locate(out)
     with Claim(filesystem, f"{folder}/{CLAIM}") as claim:
         _prepare_folder(filesystem, folder, out, plan)
@@ -84,15 +80,6 @@ def build(
         claim.check()
         files.put_bytes(filesystem, f"{folder}/{MANIFEST}", manifest.to_json().encode())
     return manifest
-
-
-def _planned(config: DataConfig) -> Plan:
-    try:
-        return make_plan(config, sources.find(config))
-    except UnusableSource:
-        raise
-    except ValueError as error:
-        raise Unplannable(str(error)) from error
 
 
 def _prepare_folder(filesystem: pafs.FileSystem, folder: str, out: str, plan: Plan) -> None:

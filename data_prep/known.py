@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 
 from data_prep.config import DataConfig
-from data_prep.sources.item import Source, UnusableSource
+from data_prep.sources.item import Source, Unplannable, UnusableSource
 
 # images: (train and valid together, test)
 COUNTS = {
@@ -35,13 +35,14 @@ def max_quarantine_fraction(config: DataConfig) -> float:
 
 
 def check_id(config: DataConfig, source: str) -> None:
-    """Raises ValueError when the data set's id belongs to other pixels than the source has."""
+    """Raises Unplannable when the data set's id belongs to other pixels than the source has."""
     family = re.split(r"[^a-z0-9_]", config.dataset)[0]
     wrong = family in _OWN_ID and source != family
     if source in _OWN_ID and family != source:
-        raise ValueError(f"dataset is {config.dataset!r}; source {source} makes {source} (a part of it: {source}-part)")
+        what = f"source {source} makes {source} (a part of it: {source}-part)"
+        raise Unplannable(f"dataset is {config.dataset!r}; {what}")
     if wrong or (family == "imagenet_area" and source in _OWN_ID):
-        raise ValueError(f"dataset is {config.dataset!r}; source {source} holds other pixels, give it another name")
+        raise Unplannable(f"dataset is {config.dataset!r}; source {source} holds other pixels, give it another name")
 
 
 def check_counts(config: DataConfig, source: Source, num_items: dict[str, int]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from data_prep import images, known, sources
 from data_prep.config import SPLITS, DataConfig
 from data_prep.order import permutation
-from data_prep.sources.item import ENCODED, Item
+from data_prep.sources.item import ENCODED, Item, Unplannable
 from data_prep.splits import split_items
 
 _BYTE_DECIDING_LIBRARIES = ("numpy", "pillow", "pyarrow", "simplejpeg")
@@ -58,9 +58,9 @@ def make_plan(config: DataConfig, source: sources.Source) -> Plan:
     known.check_id(config, source.name)
     if source.side is not None and config.resolutions != [source.side]:
         what = f"source {source.name} has images of {source.side} pixels, which are the data set"
-        raise ValueError(f"resolutions is {list(config.resolutions)}; {what}: it must be [{source.side}]")
+        raise Unplannable(f"resolutions is {list(config.resolutions)}; {what}: it must be [{source.side}]")
     if config.crop == "tiles" and any(item.layout != ENCODED for item in source.items[:1]):
-        raise ValueError(f"crop is 'tiles'; source {source.name} has small finished images, use center")
+        raise Unplannable(f"crop is 'tiles'; source {source.name} has small finished images, use center")
     by_split = split_items(config, source.root, source.items)
     known.check_counts(config, source, {split: len(items) for split, items in by_split.items()})
     shards, quarantine = [], []

@@ -16,7 +16,7 @@ import re
 from data_prep import files
 from data_prep.config import SPLITS, DataConfig
 from data_prep.order import rank_by_hash
-from data_prep.sources.item import Item, UnusableSource, as_text, readable
+from data_prep.sources.item import Item, Unplannable, UnusableSource, as_text, readable
 
 NUM_GLOW_TEST = 3_000
 
@@ -25,7 +25,7 @@ _PARTITION = "list_eval_partition.txt"
 
 
 def split_items(config: DataConfig, root: str, items: list[Item]) -> dict[str, list[Item]]:
-    """Split -> items in the order given, disjoint. Raises ValueError, UnusableSource."""
+    """Split -> items in the order given, disjoint. Raises Unplannable, UnusableSource."""
     rule = config.split
     if rule == "auto":
         named = sum(item.split is not None for item in items)
@@ -52,7 +52,7 @@ def split_photos(config: DataConfig, keys: list[str]) -> dict[str, list[str]]:
     """Split -> photo keys, disjoint. When photos come or go, only photos at the edges of the ranking change splits."""
     held_out = config.num_valid_photos + config.num_test_photos
     if held_out >= len(keys):
-        raise ValueError(
+        raise Unplannable(
             f"num_valid_photos + num_test_photos is {held_out}; the source has {len(keys)} photos "
             "and at least one must be left for training"
         )
@@ -64,14 +64,14 @@ def split_photos(config: DataConfig, keys: list[str]) -> dict[str, list[str]]:
 def _draw_valid(config: DataConfig, items: list[Item], split_of: dict[str, str]) -> dict[str, str]:
     given = set(split_of.values())
     if config.num_test_photos:
-        raise ValueError(
+        raise Unplannable(
             f"num_test_photos is {config.num_test_photos}; the source is split already: leave it out, or split=by_photo"
         )
     train = [item.key for item in items if split_of[item.key] == "train"]
     if "valid" in given and config.num_valid_photos:
-        raise ValueError(f"num_valid_photos is {config.num_valid_photos}; the source has its own, leave it out")
+        raise Unplannable(f"num_valid_photos is {config.num_valid_photos}; the source has its own, leave it out")
     if config.num_valid_photos >= max(1, len(train)):
-        raise ValueError(
+        raise Unplannable(
             f"num_valid_photos is {config.num_valid_photos}; the source has {len(train)} train images "
             "and at least one must be left for training"
         )
@@ -83,13 +83,13 @@ def _number(item: Item) -> int:
     """The number in a file name such as 00123.jpg; TFRecords and Parquet rows are numbered by their order."""
     match = re.search(r"(\d+)\D*$", item.key)
     if match is None:
-        raise ValueError(f"split needs numbered images; {item.key} has no number")
+        raise Unplannable(f"split needs numbered images; {item.key} has no number")
     return int(match[1])
 
 
 def _glow(items: list[Item]) -> dict[str, str]:
     if len(items) <= NUM_GLOW_TEST:
-        raise ValueError(f"split is 'glow'; it takes {NUM_GLOW_TEST} images for test, the source has {len(items)}")
+        raise Unplannable(f"split is 'glow'; it takes {NUM_GLOW_TEST} images for test, the source has {len(items)}")
     # Rows of Parquet files are in order within a file; files have numbers of their own.
     ranked = sorted(items, key=lambda item: (0 if item.block is not None else _number(item), item.key))
     return {item.key: "test" if i < NUM_GLOW_TEST else "train" for i, item in enumerate(ranked)}

@@ -187,10 +187,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     uri, overrides = arguments.verify, arguments.overrides
     if "=" in uri.partition("/")[0]:  # `--verify key=value`: the word after the option is an override
         uri, overrides = "", [uri, *overrides]
-    if uri:
-        for override in overrides:
-            if not override.startswith("storage="):
-                print(f"note: {override} has no effect: --verify {uri} looks at that data set alone", file=sys.stderr)
+    for override in overrides if uri else ():
+        print(f"note: {override} has no effect: --verify {uri} looks at that data set alone", file=sys.stderr)
     return verify_data(uri or dataset_of(load(arguments.config, overrides)))
 
 

@@ -30,7 +30,7 @@ SYSTEMS = (  # the paper's: decoder baseline, SPN, size, depth, and full multidi
 
 
 USES = ("size_upscale", "depth_upscale", "complete")  # what can be made of given images
-OF_OWN_IMAGES = {"use": None, "num_draws": 1, "num_given_slices": None, "num_given_rows": None}  # of `sample`; default
+OF_OWN_IMAGES = ("use", "num_draws", "num_given_slices", "num_given_rows")  # of `sample`, for `images` alone
 
 
 def _at_least(owner: object, least: float, *names: str) -> None:
@@ -251,6 +251,12 @@ def _lacks(key: str) -> str:
     return lacks.get(key, "uses no GPU")
 
 
+def set_for_own_images(sample: SampleConfig) -> dict[str, Any]:
+    """Settings of OF_OWN_IMAGES that are not as by default."""
+    default = SampleConfig()
+    return {key: getattr(sample, key) for key in OF_OWN_IMAGES if getattr(sample, key) != getattr(default, key)}
+
+
 def stage_temperature(config: ExperimentConfig, stage: str) -> float:
     chosen = config.sample.temperature
     return chosen.get(stage, chosen.get(stage_kind(stage), 1.0))
@@ -328,9 +334,11 @@ def broken_rules(config: ExperimentConfig) -> Iterator[tuple[tuple[str, ...], st
         yield ("name",), f"name is {c.name!r}; it becomes a folder: letters, digits, '.', '_' and '-' only"
     if c.image_bits is not None and not 1 <= c.image_bits <= 8:
         yield ("image_bits",), f"image_bits is {c.image_bits}; it must be from 1 to 8, or null"
-    of_images = {f"sample.{key}": getattr(c.sample, key) for key in OF_OWN_IMAGES} | {"image_bits": c.image_bits}
+    of_images = {f"sample.{key}": value for key, value in set_for_own_images(c.sample).items()}
+    if c.image_bits is not None:
+        of_images["image_bits"] = c.image_bits
     for key, value in of_images.items():
-        if c.images is None and value != OF_OWN_IMAGES.get(key.removeprefix("sample.")):
+        if c.images is None:
             yield (key,), f"{key} is {value}, but images is not set; images=FILE says of which images"
     if c.seed < 0:
         yield ("seed",), f"seed is {c.seed}; it must be at least 0"

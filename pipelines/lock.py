@@ -152,7 +152,9 @@ class Lock:
             return holder if is_alive(holder) else None
         if self._watched is None or self._watched[0] != holder:
             self._watched = holder, time.monotonic()
-            print(f"looking for a sign of life of {described(holder)}: up to {within_sec:g} s", file=sys.stderr)
+        left = self._watched[1] + within_sec - time.monotonic()
+        if left > 0:
+            print(f"looking for a sign of life of {described(holder)}: up to {left:.0f} s", file=sys.stderr)
         while time.monotonic() < self._watched[1] + within_sec:
             time.sleep(_LOOK_SEC)
             found = self._read()

@@ -15,7 +15,7 @@ import numpy as np
 
 from data_prep import images
 from pipelines.errors import UserError
-from pipelines.experiment import OF_OWN_IMAGES, ExperimentConfig, stage_model_config, stage_names, train_node
+from pipelines.experiment import ExperimentConfig, set_for_own_images, stage_model_config, stage_names, train_node
 from pipelines.storage import FileEntry, Store, open_store
 
 SAMPLE, SCORE = "sample_images", "score_images"  # nodes
@@ -107,10 +107,8 @@ def for_sampling(config: ExperimentConfig) -> OwnImages:
 
 def for_scoring(config: ExperimentConfig) -> OwnImages:
     """Images to score. Raises UserError for images that are none of the model's, or to be started from."""
-    for key, default in OF_OWN_IMAGES.items():
-        value = getattr(config.sample, key)
-        if value != default:
-            raise UserError(f"sample.{key} is {value}; it is for sample.py: evaluate.py scores images as they are")
+    for key, value in set_for_own_images(config.sample).items():
+        raise UserError(f"sample.{key} is {value}; it is for sample.py: evaluate.py scores images as they are")
     size, bits, stages = config.data.image_size, config.bits[-1], stage_names(config)
     _check_bits(config.image_bits, bits)
     keys, values = _read(config, side=size, what=f"the model scores {size}x{size} images", bits=bits)

@@ -129,7 +129,9 @@ def _score_images(config: ExperimentConfig, own: OwnImages) -> Node:
 def _prepare_data(config: ExperimentConfig) -> Node:
     try:
         name, listing_hash = identify(config.data)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise UserError(f"data.root is {config.data.root!r}; it cannot be read: {error}") from error
+    except ValueError as error:
         raise UserError(f"data.root: {error}") from error
     try:
         known.check_id(config.data, name)

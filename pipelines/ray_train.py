@@ -67,8 +67,8 @@ def fit_stage(context: NodeContext, *, dataset: str) -> Fitted:
     images = open_dataset(dataset)
     for split in ("train", "valid"):
         if images.num_images(split) == 0:
-            message = f"data.num_{split}_photos" if split == "valid" else "data"
-            raise UserError(f"{message}: {dataset} has no {split} images; training and choosing a checkpoint need some")
+            key = "data.num_valid_photos" if split == "valid" else "data.root"
+            raise UserError(f"{key}: {dataset} has no {split} images; training and choosing a checkpoint need some")
     if train.init_from is not None and context.fresh:  # else it may have been read, and be gone
         check_start_weights(train.init_from, model)
     store = storage.open_store(context.out)

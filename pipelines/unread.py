@@ -1,7 +1,8 @@
 """Settings on the command line that change nothing about what a command does: told, so that nobody waits for an effect.
 
 They are no mistakes: a script may well give several commands the same settings. What would mislead is refused elsewhere
-(experiment.py's rules, own_images.py).
+(experiment.py's rules, own_images.py). A setting of the training is part of what its node's fingerprint covers, whether
+the training has a use for it or not: that is told, too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from pipelines.experiment import (
     train_node,
 )
 from spn.training import TrainConfig
+
+ANEW = "; another value of it makes another training all the same"
 
 # Sections that a command has no use for: neither its own nodes nor those that made their inputs read them.
 UNREAD = {
@@ -91,12 +94,12 @@ def _no_use(key: str, config: ExperimentConfig) -> str:
         stages, parts = [stage for stage in stages if parts[1] in (stage, stage_kind(stage))], parts[2:]
     if parts[0] == "train" and parts[-1] in OF_TRAINING:
         uses, what = OF_TRAINING[parts[-1]]
-        return "" if any(uses(stage_train_config(config, stage)) for stage in stages) else f"it is for {what}"
+        return "" if any(uses(stage_train_config(config, stage)) for stage in stages) else f"it is for {what}{ANEW}"
     if parts[:2] == ["model", "embedder"]:
         kinds = {stage_kind(stage) for stage in stages}
         return "" if kinds & {"size_upscale", "depth_upscale"} else f"{' and '.join(stages)} has no slice embedder"
     if parts == ["train", "slices"]:
-        return "" if "first_slice" in stages else "it is for the stage first_slice"
+        return "" if "first_slice" in stages else f"it is for the stage first_slice{ANEW}"
     if key == "tracking.num_sample_images" and config.tracking.sample_every_steps is None:
         return "it is for tracking.sample_every_steps"
     if key in ("resources.num_cpus", "resources.num_gpus") and cluster.joins():

@@ -21,7 +21,7 @@ from data_prep.sources import (
     imagenet_oord,
     webdataset,
 )
-from data_prep.sources.item import Index, Listing, Source, SourceFile, UnusableSource
+from data_prep.sources.item import Index, Listing, Source, SourceFile, Unplannable, UnusableSource
 from data_prep.sources.listing import IMAGE_SUFFIXES, hash_of, list_files
 from data_prep.sources.reading import Reader
 
@@ -55,7 +55,7 @@ def identify(config: DataConfig) -> tuple[str, str]:
     """Name of the source, and hash of its files' names, sizes and modification times: what a cache of its data set
     must depend on.
 
-    Archives are not read through, so it is quick. Raises ValueError as `find` does.
+    Archives are not read through, so it is quick. Raises Unplannable and OSError as `find` does.
     """
     listing = list_files(root_of(config))
     name, used, _ = _recognise(listing, config)
@@ -65,8 +65,8 @@ def identify(config: DataConfig) -> tuple[str, str]:
 def find(config: DataConfig) -> Source:
     """Finds all items of the source.
 
-    Raises ValueError in one line when the folder is missing, has no images, or may be one of several sources;
-    UnusableSource (a ValueError) when a file of the source is damaged or missing.
+    Raises Unplannable when the folder is missing, has no images, or may be one of several sources; UnusableSource when
+    a file of the source is damaged or missing; both are ValueErrors of one line. OSError when the storage is away.
     """
     listing = list_files(root_of(config))
     name, used, why = _recognise(listing, config)
@@ -99,7 +99,7 @@ def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFi
         special = {n: text for n, r in _READERS.items() if n != "folder" and (text := r.recognise(listing, config))}
         if len(special) > 1:
             candidates = "; ".join(f"{n} ({text})" for n, text in special.items())
-            raise ValueError(f"root is {listing.root!r}; it may be {candidates}: set source to one of them")
+            raise Unplannable(f"root is {listing.root!r}; it may be {candidates}: set source to one of them")
         name, why = next(iter(special.items()), ("folder", folder.recognise(listing, config) or ""))
     used = list(_READERS[name].used(listing, config))
     if not used:
@@ -107,5 +107,5 @@ def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFi
         layout = f": {' '.join(_READERS[name].LAYOUT.split())}"
         if name == "folder":
             layout = " and no archives of a known layout (prepare_data.py --list-sources shows them)"
-        raise ValueError(f"root is {listing.root!r}; the folder has no {wanted}{layout}")
+        raise Unplannable(f"root is {listing.root!r}; the folder has no {wanted}{layout}")
     return name, used, why

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from data_prep.config import DataConfig
-from data_prep.sources.item import UnusableSource
+from data_prep.sources.item import Unplannable, UnusableSource
 
 
 def choose_side(found: dict[str, int], config: DataConfig, *, source: str) -> int:
-    """`found`: {file: side of its images}. Raises ValueError when none has image_size, UnusableSource for none."""
+    """`found`: {file: side of its images}. Raises Unplannable when none has image_size, UnusableSource for none."""
     if not found:
         raise UnusableSource("missing_file", f"source {source} finds none of its files")
     if config.image_size not in found.values():
         sides = ", ".join(map(str, sorted(set(found.values()))))
-        raise ValueError(f"image_size is {config.image_size}; the source ({source}) has images of {sides} pixels")
+        raise Unplannable(f"image_size is {config.image_size}; the source ({source}) has images of {sides} pixels")
     return config.image_size

@@ -31,7 +31,9 @@ def recognise(listing: Listing, config: DataConfig, *, column: str = "image") ->
     try:
         with open_file(listing, first.path) as stream:
             found = image_column(pq.read_schema(stream))
-    except (pa.ArrowException, OSError, UnicodeDecodeError):
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if is_hiccup(error):
+            raise
         return f"it has {first.path}" if column == "image" else None  # damaged: said when it is read
     return f"{first.path} has the column {column}" if found == column else None
 

@@ -24,6 +24,10 @@ class UnusableSource(ValueError):
         return UnusableSource, (self.reason, self.message)
 
 
+class Unplannable(ValueError):
+    """The configuration does not go with the source; one line that begins with the field's name says how."""
+
+
 @contextlib.contextmanager
 def readable(path: str) -> Iterator[None]:
     """A listed file that is not there any more or may not be read is the source's fault and named: UnusableSource.

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from data_prep import files
-from data_prep.sources.item import Listing, SourceFile, readable
+from data_prep.sources.item import Listing, SourceFile, Unplannable, readable
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")  # TIFF: to be named, not skipped
 
@@ -19,7 +19,10 @@ _SYSTEM_FILES = ("thumbs.db", "desktop.ini")
 
 
 def list_files(root: str) -> Listing:
-    """Raises ValueError in one line when the folder is missing, cannot be opened, or holds a link or name of no use."""
+    """Raises Unplannable when the folder is missing, cannot be opened, or holds a link or name of no use.
+
+    And OSError when its storage is away: the same listing may work in a moment.
+    """
     try:
         filesystem, folder = files.locate(root)
         info = filesystem.get_file_info(folder)
@@ -29,14 +32,16 @@ def list_files(root: str) -> Listing:
         folders = [path for path, info in below if info.type == pafs.FileType.Directory]
         lost = _lost_link(filesystem, [folder, *folders]) if is_folder else None
     except UnicodeDecodeError as error:
-        raise ValueError(f"root is {root!r}; {error.object!r} is no name in UTF-8: rename it") from None
-    except (OSError, ValueError) as error:  # pyarrow's errors for bad URIs and unreachable stores derive from these
-        raise ValueError(f"root is {root!r}; it cannot be opened: {' '.join(str(error).split())}") from None
+        raise Unplannable(f"root is {root!r}; {error.object!r} is no name in UTF-8: rename it") from None
+    except (OSError, ValueError) as error:  # pyarrow's errors for bad URIs and stores derive from these
+        if files.is_hiccup(error):
+            raise
+        raise Unplannable(f"root is {root!r}; it cannot be opened: {' '.join(str(error).split())}") from None
     if not is_folder:
         what = "there is no such folder" if info.type == pafs.FileType.NotFound else "it is not a folder"
-        raise ValueError(f"root is {root!r}; {what}")
+        raise Unplannable(f"root is {root!r}; {what}")
     if lost is not None:  # maybe an image, which must not be missing without a word
-        raise ValueError(f"root is {root!r}; {lost} is a link to a file that is not there: mend or remove it")
+        raise Unplannable(f"root is {root!r}; {lost} is a link to a file that is not there: mend or remove it")
     prefix = len(folder.rstrip("/")) + 1
     listed, num_hidden = [], 0
     for path, info in below:

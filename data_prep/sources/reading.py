@@ -90,8 +90,9 @@ class Reader:
         if path and not is_unsafe(path):
             try:
                 return files.read_bytes(self._filesystem, f"{self._folder}/{path}")
-            except OSError:
-                pass
+            except OSError as error:
+                if files.is_hiccup(error):
+                    raise
         raise UnusableImage("missing_bytes", f"the row has no bytes, and no file {path} lies below the source's root")
 
     def _file(self, path: str) -> pa.NativeFile:

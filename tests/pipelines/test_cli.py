@@ -40,6 +40,7 @@ from pipelines.storage import open_store
 ROOT, TOYS = Path(__file__).parents[2], Path(__file__).parent / "toys"
 NODES = ["prepare_data", "train_first_slice", "train_size_upscale", "train_depth_upscale", "evaluate", "sample"]
 NODES += ["report"]
+SCRIPTS = ("full_multidim", "prepare_data", "train_stage", "evaluate", "sample", "describe")
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -159,6 +160,16 @@ def test_an_override_without_effect_is_told(command: Command, handed_on: dict[st
     assert command(prepare_data.main, "sample.num_images=3", "train.num_steps=7")[::2] == (0, note)
     assert command(full_multidim.main, "sample.num_images=3")[::2] == (0, "")
     assert handed_on["config"].sample.num_images == 3
+
+
+def test_verifying_a_named_data_set_says_what_it_does_not_read(command: Command, tmp_path: Path) -> None:
+    uri = str(tmp_path / "set")
+    code, out, err = command(prepare_data.main, "--verify", uri, "seed=3")
+    assert (code, out) == (2, "")
+    why = f"has no effect: --verify {uri} looks at that data set alone"
+    *notes, error = err.splitlines()
+    assert notes == [f"note: storage={tmp_path / 'runs'} {why}", f"note: seed=3 {why}"]
+    assert error.startswith(f"error: --verify {uri}: ")
 
 
 def test_stage_that_the_config_has_not(command: Command) -> None:
@@ -322,8 +333,7 @@ def test_importing_the_command_line_leaves_heavy_packages_alone() -> None:
 
 def test_scripts_find_the_project_and_do_not_hide_packages(tmp_path: Path) -> None:
     """Run from anywhere, not installed; pipelines/git.py must not become the top-level module `git`."""
-    scripts = SCRIPTS
-    for script in scripts[:-1]:
+    for script in SCRIPTS[:-1]:
         assert len((ROOT / "pipelines" / f"{script}.py").read_text().splitlines()) < 40
     code = """
 import runpy, sys
@@ -338,15 +348,15 @@ for script in scripts:
 """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(ROOT / "pipelines"), *scripts],
+        [sys.executable, "-c", code, str(ROOT / "pipelines"), *SCRIPTS],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.splitlines() == [f"{script} 2 False" for script in scripts]
-    assert done.stderr.count("unknown config 'dbug'; nearest: debug") == len(scripts) - 1  # train_stage wants --stage
+    assert done.stdout.splitlines() == [f"{script} 2 False" for script in SCRIPTS]
+    assert done.stderr.count("unknown config 'dbug'; nearest: debug") == len(SCRIPTS) - 1  # train_stage wants --stage
 
 
 # ---- how it ends ---------------------------------------------------------------------------------------------------
@@ -371,7 +381,6 @@ class Interrupts:
 
 sys.meta_path.insert(0, Interrupts)
 """
-SCRIPTS = ("full_multidim", "prepare_data", "train_stage", "evaluate", "sample", "describe")
 IMPORTS = [(script, "pipelines.cli") for script in SCRIPTS]  # the first import of weight; those within it; a later one
 IMPORTS += [("full_multidim", name) for name in ("omegaconf", "numpy", "torch.nn", "pipelines.start")]
 IMPORTS += [("full_multidim", "pipelines.pipeline")]
@@ -404,8 +413,8 @@ def test_what_was_started_to_ignore_interrupts_does_so_during_imports(tmp_path: 
 
 
 def test_importing_a_command_leaves_interrupts_alone() -> None:
-    for module in (full_multidim, prepare_data, train_stage, evaluate, sample):
-        importlib.reload(module)
+    for script in SCRIPTS:
+        importlib.reload(importlib.import_module(f"pipelines.{script}"))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

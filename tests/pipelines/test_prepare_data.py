@@ -6,6 +6,7 @@ python -m pytest tests/pipelines/test_prepare_data.py
 from __future__ import annotations
 
 import dataclasses
+import errno
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -67,30 +68,52 @@ CASES: dict[str, tuple[Callable[[Path], None], dict, str]] = {
 }
 
 
+def context_of(folder: Path, **changes: object) -> NodeContext:
+    """Of a build of the photos in folder/raw."""
+    return NodeContext(
+        node="prepare_data",
+        fingerprint="f",
+        attempt="1",
+        config={"data": dataclasses.replace(GOOD, **changes)},
+        options={"root": str(folder / "raw"), "max_quarantine_fraction": 0.0, "num_cpus": 1.0},
+        inputs={},
+        out=str(folder / "out"),
+        run=RunHandle(),
+        progress=Reporter("prepare_data"),
+        fresh=True,
+    )
+
+
 @pytest.mark.parametrize(("make", "changes", "message"), CASES.values(), ids=CASES)
 def test_a_source_that_cannot_be_built_from_is_a_mistake_told_in_one_line(
     make: Callable[[Path], None], changes: dict, message: str, tmp_path: Path
 ) -> None:
     """None of these needs Ray: they are found before the first task."""
-    root = tmp_path / "raw"
-    root.mkdir()
-    make(root)
-    config = dataclasses.replace(GOOD, **changes)
-    context = NodeContext(
-        node="prepare_data",
-        fingerprint="f",
-        attempt="1",
-        config={"data": config},
-        options={"root": str(root), "max_quarantine_fraction": 0.0, "num_cpus": 1.0},
-        inputs={},
-        out=str(tmp_path / "out"),
-        run=RunHandle(),
-        progress=Reporter("prepare_data"),
-        fresh=True,
-    )
+    (tmp_path / "raw").mkdir()
+    make(tmp_path / "raw")
+    context = context_of(tmp_path, **changes)
     with pytest.raises(UserError) as mistake:
         prepare_data.run(context)
     assert str(mistake.value).startswith(message) and "\n" not in str(mistake.value)
     task = Task(open_store(tmp_path), "pipelines.nodes.prepare_data:run", context, {}, {}, "unknown")
     outcome = execute(task)
     assert outcome.mistaken and outcome.error == str(mistake.value) and not outcome.lost
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"), [(ValueError("a bug"), False), (OSError(errno.EIO, "Input/output error"), True)], ids=str
+)
+def test_what_is_not_the_users_mistake_is_not_told_as_one(
+    error: Exception, lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the program keeps its kind; storage that is away makes the node start again."""
+
+    def fails(*_: object) -> None:
+        raise error
+
+    (tmp_path / "raw").mkdir()
+    photos(tmp_path / "raw")
+    monkeypatch.setattr("data_prep.files.locate" if lost else "data_prep.build.make_plan", fails)
+    task = Task(open_store(tmp_path), "pipelines.nodes.prepare_data:run", context_of(tmp_path), {}, {}, "unknown")
+    outcome = execute(task)
+    assert (outcome.mistaken, outcome.lost) == (False, lost) and str(error) in outcome.error

@@ -73,6 +73,21 @@ def test_what_counts_only_with_something_else(override: str, partner: str) -> No
     assert idle(FULL, override, partner) == []
 
 
+SPN = ("stages=[size_upscale]", "bits=[8]")
+
+
+@pytest.mark.parametrize(("override", "others"), [*((o, ()) for o in NEEDS), ("train.slices=first", SPN)], ids=str)
+def test_what_trains_anew_for_nothing_is_told(override: str, others: tuple[str, ...]) -> None:
+    """Whoever reads "no effect" must not find days of training gone."""
+    others = ("train.optimizer=rmsprop", *others)
+    (line,) = idle(FULL, *others, override)
+    plain, changed = (
+        {node.name: node.config for node in pipeline.nodes(load("debug", settings))}
+        for settings in (others, (*others, override))
+    )
+    assert ("makes another training" in line) == (plain != changed)
+
+
 def test_a_stages_own_setting_counts_as_its_network_has_it() -> None:
     other = "per_stage.depth_upscale.train.optimizer=muon"
     assert idle(FULL, "train.optimizer=rmsprop", "train.weight_decay=0.1", other) == []
@@ -86,8 +101,7 @@ def test_parts_of_networks_that_no_stage_has() -> None:
     assert idle(FULL, f"per_stage.first_slice.{embedder}") == [
         "per_stage.first_slice.model.embedder.num_attn_layers has no effect: first_slice has no slice embedder"
     ]
-    spn = ("stages=[size_upscale]", "bits=[8]")
-    assert idle(FULL, "train.slices=first") == [] and len(idle(FULL, "train.slices=first", *spn)) == 1
+    assert idle(FULL, "train.slices=first") == [] and len(idle(FULL, "train.slices=first", *SPN)) == 1
 
 
 def test_memory_of_gpus_is_for_those_that_train() -> None:

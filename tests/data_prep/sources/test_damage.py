@@ -7,6 +7,7 @@ pytest tests/data_prep/sources/test_damage.py
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import pathlib
 import pickle
@@ -20,11 +21,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep import sources
-from data_prep.build import Unplannable, _planned, build
+from data_prep.build import build
 from data_prep.config import DataConfig
 from data_prep.plan import make_plan
 from data_prep.shard import write_shard
-from data_prep.sources.item import UnusableSource
+from data_prep.sources.item import Unplannable, UnusableSource
 
 NAMES = [f"ILSVRC2012_val_{i:08d}.JPEG" for i in (1, 2)]
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
@@ -157,6 +158,31 @@ def test_files_that_went_away_or_may_not_be_read_are_named(
             reader.read(found.items[1])
 
 
+def test_storage_that_is_away_for_a_moment_is_nobodys_mistake(
+    tmp_path: pathlib.Path, jpegs: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the folder's nor an image's: the same read may work the next time."""
+    rows = pa.array([{"bytes": None, "path": "beside.jpg"}], pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+    pq.write_table(pa.table({"image": rows}), tmp_path / "part.parquet")
+    (tmp_path / "beside.jpg").write_bytes(jpegs[0][1])
+    made = config(tmp_path, source="hf_parquet")
+    (item,) = sources.find(made).items
+
+    def away(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with sources.Reader(made.root) as reader, monkeypatch.context() as patch:
+        assert reader.read(item) == jpegs[0][1]
+        patch.setattr("data_prep.files.read_bytes", away)
+        with pytest.raises(OSError, match="Input/output error"):
+            reader.read(item)
+    for place in ("data_prep.sources.hf_parquet.open_file", "data_prep.files.locate"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, away)
+            with pytest.raises(OSError, match="Input/output error"):
+                sources.identify(config(tmp_path))
+
+
 def damaged_table(root: pathlib.Path, jpegs: list) -> DataConfig:
     """Its index is sound; the pages of images are not."""
     path = root / "part.parquet"
@@ -184,7 +210,9 @@ def test_the_build_ends_with_what_a_shard_found(tmp_path: pathlib.Path, jpegs: l
         build(made, out=str(tmp_path / "set"), progress=lambda *_: None)
 
 
-def test_a_configuration_that_the_source_does_not_allow_is_told_from_a_bug(tmp_path: pathlib.Path, jpegs: list) -> None:
+def test_a_configuration_that_the_source_does_not_allow_is_no_unusable_source(
+    tmp_path: pathlib.Path, jpegs: list
+) -> None:
     made = dataclasses.replace(photos(tmp_path, jpegs), split="by_photo", split_file=None, num_valid_photos=2)
     with pytest.raises(Unplannable, match="^num_valid_photos"):
-        _planned(made)
+        make_plan(made, sources.find(made))
