@@ -156,8 +156,9 @@ class FoldedWeights:
 
         Made in float64 and rounded once.
         """
-        both = torch.cat([following @ out.detach().double(), following], dim=1)
-        return self._own(torch.cat([out.detach().double().flatten(), both.flatten()]))
+        first = out.detach().double()
+        both = torch.cat([following @ first, following], dim=1)
+        return self._own(torch.cat([first.flatten(), both.flatten()]))
 
     def _pack_modern_attention(self, layer: ModernLayer, after: ModernLayer | None) -> dict[str, Tensor]:
         qkv, _ = _normed(layer.attn_norm, layer.qkv.weight.detach().double())

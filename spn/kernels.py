@@ -249,9 +249,8 @@ def mix(
     rows_64, columns_64 = rows.to(tl.int64), columns.to(tl.int64)
     column_at = tl.where(is_first, columns_64 * width, (width + 2 * columns_64) * width)
     more = tl.where(is_first, 0, width)
-    if (
-        SPLIT == 0
-    ):  # one image: all weights of a tile, [BLOCK_N, BLOCK_K + BLOCK_REST], are there when the attention ends
+    if SPLIT == 0:
+        # One image: all weights of a tile, [BLOCK_N, BLOCK_K + BLOCK_REST], are there when the attention ends.
         k = tl.arange(0, BLOCK_K)
         w = tl.load(weight + column_at[:, None] + k[None, :], mask=is_column[:, None], other=0.0)
         if BLOCK_REST:
