@@ -137,7 +137,8 @@ class FusedDecoder:
             kernel[grid](*arguments, **options)
 
     def _launch(self, *, light: bool = False) -> dict[str, Any]:
-        """light: of a kernel of few and small programs, which leave room for those of the next two."""
+        """light: of a kernel of few and small programs, which leave room for those of the next two; never an attention,
+        while which `mix` reads what was written before."""
         if not self.overlap:
             return dict(PDL=0)
         return dict(PDL=int(kernels.AT_START if light else kernels.AFTER_WAIT), launch_pdl=True)

@@ -238,8 +238,8 @@ def mix(
     [2, B, BLOCK_TILES]: sums of x and of x^2 by tile, of which the next kernel makes the norm's factor; where there is
     no tile, zeros stay. ahead: ahead_length weights that the next kernel reads.
     """
-    # A launch AFTER_WAIT means that all kernels but the one just before have ended: what they wrote, such as `half`,
-    # can be read while that one still works.
+    # The kernel just before is an attention, which lets this one start AFTER_WAIT: all ahead of it have ended, and what
+    # they wrote, such as `half`, can be read while it still works (from L2: .cg).
     tl.static_assert(PDL != AT_START)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     tile, tiles = tl.program_id(1), tl.cdiv(width, BLOCK_N)
@@ -266,11 +266,11 @@ def mix(
     if SPLIT == 0:
         is_w = is_column[:, None] & (k < more)[None, :]
         w_half = tl.load(weight + width + column_at[:, None] + k[None, :], mask=is_w, other=0.0)
-        acc = _sum_products(w_half, tl.load(half + k))
+        acc = _sum_products(w_half, tl.load(half + k, cache_modifier=".cg"))
         if BLOCK_REST:
             is_w = is_column[:, None] & (rest < more)[None, :]
             w_half = tl.load(weight + width + column_at[:, None] + rest[None, :], mask=is_w, other=0.0)
-            acc += _sum_products(w_half, tl.load(half + rest, mask=rest < width, other=0.0))
+            acc += _sum_products(w_half, tl.load(half + rest, mask=rest < width, other=0.0, cache_modifier=".cg"))
         _wait(PDL)
         acc += _sum_products(w, tl.load(attended + k))
         if BLOCK_REST:
