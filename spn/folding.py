@@ -106,10 +106,13 @@ class FoldedWeights:
         if decoder.stem is not None:
             self.stem = self._own(decoder.stem.masked_weight().permute(0, 2, 3, 1).flatten(1))
         self.surroundings = None if decoder.surroundings is None else self._own(decoder.surroundings.weight.t())
-        pack = self._pack_modern_attention if self.modern else self._pack_attention
-        self.attention = [pack(layer, after) for layer, after in zip_longest(attention.layers, attention.layers[1:])]
-        if attention.layers and not self.modern:
-            self.first_qkv = self._own(self._normed_qkv(attention.layers[0])[0])
+        if self.modern:
+            self.attention = [self._pack_modern_attention(layer) for layer in attention.layers]
+        else:
+            pairs = zip_longest(attention.layers, attention.layers[1:])
+            self.attention = [self._pack_attention(layer, after) for layer, after in pairs]
+            if attention.layers:
+                self.first_qkv = self._own(self._normed_qkv(attention.layers[0])[0])
         layers = [_Gates(layer, self.conv, self.stream, self.width) for layer in decoder.layers]
         maps, shift = _normed(attention.norm, torch.cat([layer.attention for layer in layers]))
         self.gate_attention = self._own(maps)  # [L G, D]
@@ -160,7 +163,7 @@ class FoldedWeights:
         both = torch.cat([following @ first, following], dim=1)
         return self._own(torch.cat([first.flatten(), both.flatten()]))
 
-    def _pack_modern_attention(self, layer: ModernLayer, after: ModernLayer | None) -> dict[str, Tensor]:
+    def _pack_modern_attention(self, layer: ModernLayer) -> dict[str, Tensor]:
         qkv, _ = _normed(layer.attn_norm, layer.qkv.weight.detach().double())
         ffn_in, _ = _normed(layer.ffn_norm, layer.ffn_in.weight.detach().double())
         return {

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pipelines import cluster, full_multidim, pipeline, start
+from pipelines import pipeline, start
 from pipelines.batches import GIB, BatchPlan, batch_plan
 from pipelines.config import load, stage_batch_plan, stage_model_config, stage_train_config
 from pipelines.errors import UserError
@@ -139,24 +138,10 @@ def test_memory_retrains_nothing():
 # ---- what is said ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """run(setting, …) -> exit code of a start on a machine with GPUs that stops where it would write."""
-
-    def stop(*_: object) -> None:
-        raise SystemExit("would have run")
-
-    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
-    monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo("embedded", {"CPU": 64.0, "GPU": 8.0}))
-    monkeypatch.setattr(cluster, "disconnect", lambda: None)
-    monkeypatch.setattr(start, "_locked", stop)
-    return lambda *options: full_multidim.main(["--config", "debug", f"storage={tmp_path / 'runs'}", *options])
-
-
-def test_a_start_prints_the_plan_and_its_limit(run, capsys):
+def test_a_start_prints_the_plan_and_its_limit(run_with_gpus, capsys):
     least = memory_for(counted(*on_gpu("train.batch_size=512")).total(64))
     settings = on_gpu("train.batch_size=512", f"resources.per_node.{NODE}.gpu_memory_gib={least!r}")
-    assert run("--dry-run", *settings) == 0
+    assert run_with_gpus("--dry-run", *settings) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if " slices = " in line]
     assert lines[0].startswith("train_first_slice: batch of 512 slices = 1 worker x 512 slices x 1 accumulated")
     assert "(limit: a worker's share; " in lines[0]
@@ -164,8 +149,8 @@ def test_a_start_prints_the_plan_and_its_limit(run, capsys):
     assert lines[1].endswith(" GiB counted)")
 
 
-def test_a_memory_without_room_for_one_slice_is_refused(run, tmp_path, capsys):
-    assert run("--dry-run", *on_gpu("resources.gpu_memory_gib=1")) == 2
+def test_a_memory_without_room_for_one_slice_is_refused(run_with_gpus, tmp_path, capsys):
+    assert run_with_gpus("--dry-run", *on_gpu("resources.gpu_memory_gib=1")) == 2
     line = capsys.readouterr().err
     assert line.startswith("error: resources.gpu_memory_gib is 1; training first_slice takes 0.0 GiB even with single")
     assert line.count("\n") == 1 and "must be at least 2" in line and list(tmp_path.iterdir()) == []
@@ -177,19 +162,19 @@ def test_a_memory_without_room_for_one_slice_is_refused(run, tmp_path, capsys):
         stage_batch_plan(load("imagenet64", [f"resources.gpu_memory_gib={least - 1}"]), STAGE)
 
 
-def test_what_does_not_train_counts_nothing(run, monkeypatch, capsys):
+def test_what_does_not_train_counts_nothing(run_with_gpus, monkeypatch, capsys):
     """Counting the networks of a preset takes seconds."""
 
     def counts(*_: object) -> None:
         raise AssertionError("counted")
 
     monkeypatch.setattr(pipeline, "stage_batch_plan", counts)
-    assert run("--status", *on_gpu("resources.gpu_memory_gib=1")) == 0
-    assert run("--gc", *on_gpu("resources.gpu_memory_gib=1")) == 0
+    assert run_with_gpus("--status", *on_gpu("resources.gpu_memory_gib=1")) == 0
+    assert run_with_gpus("--gc", *on_gpu("resources.gpu_memory_gib=1")) == 0
     assert NODE in capsys.readouterr().out
     nodes(load("debug", on_gpu("resources.gpu_memory_gib=1")), to_run=["prepare_data", "evaluate"])
     with pytest.raises(SystemExit, match="would have run"):
-        run("--only", "prepare_data", *on_gpu("resources.gpu_memory_gib=1"))
+        run_with_gpus("--only", "prepare_data", *on_gpu("resources.gpu_memory_gib=1"))
 
 
 def test_a_stage_that_does_not_fit_keeps_no_other_from_training():
@@ -214,16 +199,16 @@ def test_the_refusal_says_what_where_and_what_to_choose():
     assert BatchPlan(512, 2, 64, 4).refusal(1, stage=STAGE) is None, "on a CPU nothing was counted"
 
 
-def test_a_machine_with_smaller_gpus_is_told_before_anything_is_written(run, tmp_path, monkeypatch, capsys):
+def test_a_machine_with_smaller_gpus_is_told_before_anything_is_written(run_with_gpus, tmp_path, monkeypatch, capsys):
     # A GPU of two GiB is configured, each network takes some thousandths of one.
     settings = on_gpu("resources.gpu_memory_gib=2", "sample.batch_size=null")
     for memory in (None, GIB):
         monkeypatch.setattr(start, "largest_gpu_bytes", lambda memory=memory: memory)
         with pytest.raises(SystemExit, match="would have run"):
-            run(*settings)
+            run_with_gpus(*settings)
     monkeypatch.setattr(start, "largest_gpu_bytes", lambda: 2**20)
     capsys.readouterr()
-    assert run(*settings) == 2
+    assert run_with_gpus(*settings) == 2
     line = capsys.readouterr().err
     assert line.startswith("error: resources.gpu_memory_gib: training first_slice in micro-batches of 8 slices takes")
     assert line.count("\n") == 1 and list(tmp_path.iterdir()) == []

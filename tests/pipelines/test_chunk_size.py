@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from pipelines import chunk_size, cluster, drawing, full_multidim, start
+from pipelines import chunk_size, drawing, start
 from pipelines.chunk_size import ON_CPU, RECORD, refusal, settle
 from pipelines.config import load, stage_model_config
 from pipelines.drawing import DrawingWorker, Job, chunks_of
@@ -105,36 +104,19 @@ def test_the_refusal_says_what_where_and_the_largest_that_fits(networks):
 # ---- before and while drawing --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That nobody can run anything on: what is not refused ends there."""
-
-    def stop(*_: object) -> None:
-        raise SystemExit("would have run")
-
-    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
-    monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo("embedded", {"CPU": 64.0, "GPU": 8.0}))
-    monkeypatch.setattr(cluster, "disconnect", lambda: None)
-    monkeypatch.setattr(start, "_locked", stop)
-
-
-def asked(tmp_path: Path, *settings: str) -> int:
-    return full_multidim.main(["--config", "debug", f"storage={tmp_path / 'runs'}", *settings])
-
-
 def test_what_no_gpu_of_this_machine_holds_is_refused_before_anything_is_written(
-    tmp_path, machine_with_a_gpu, monkeypatch, capsys
+    tmp_path, run_with_gpus, monkeypatch, capsys
 ):
     monkeypatch.setattr(start, "largest_gpu_bytes", lambda: SMALL)
     settings = ("resources.use_gpu=true", "sample.num_images=9000", "sample.batch_size=4000")
-    assert asked(tmp_path, *settings) == 2
+    assert run_with_gpus(*settings) == 2
     line = capsys.readouterr().err
     assert line.startswith("error: sample.batch_size: 4000 at once") and line.count("\n") == 1
     assert "1.1 GiB" in line and "first_slice, size_upscale, depth_upscale" in line
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_may_fit_is_not_refused(tmp_path, machine_with_a_gpu, monkeypatch):
+def test_what_may_fit_is_not_refused(run_with_gpus, monkeypatch):
     large = ("resources.use_gpu=true", "sample.batch_size=4000")
     for memory, settings in (
         (SMALL, ("sample.num_images=4", *large)),  # no chunk is larger than all images
@@ -144,7 +126,7 @@ def test_what_may_fit_is_not_refused(tmp_path, machine_with_a_gpu, monkeypatch):
     ):
         monkeypatch.setattr(start, "largest_gpu_bytes", lambda memory=memory: memory)
         with pytest.raises(SystemExit, match="would have run"):
-            asked(tmp_path, *settings)
+            run_with_gpus(*settings)
 
 
 def test_a_worker_says_what_its_gpu_does_not_hold(networks, monkeypatch):
