@@ -29,9 +29,9 @@ from PIL import Image
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pipelines.batches import BatchPlan, batch_plan
 from pipelines.config import load, stage_model_config, stage_train_config
-from pipelines.parallel import make_forward, sum_over_workers
+from pipelines.nodes.batches import BatchPlan, batch_plan
+from pipelines.nodes.parallel import make_forward, sum_over_workers
 from spn.bitdepth import stage_values
 from spn.evaluation import bits_per_dim, image_nats, scored_slices
 from spn.model import SPN, SPNConfig

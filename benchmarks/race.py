@@ -29,8 +29,8 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from spn.compiling import compile_network
 from spn.evaluation import bits_per_dim, image_nats
+from spn.gpu.compiling import compile_network
 from spn.model import SPN, DecoderConfig, EmbedderConfig, SPNConfig
 from spn.training import Batch, TrainConfig, TrainState, bits_per_dim_estimate, train_step
 

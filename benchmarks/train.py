@@ -23,8 +23,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from pipelines.config import load, stage_model_config, stage_train_config
-from spn.compiling import compile_network
-from spn.flops import peak_flops, training_flops
+from spn.gpu.compiling import compile_network
+from spn.gpu.flops import peak_flops, training_flops
 from spn.model import SPN, SPNConfig
 from spn.training import Batch, TrainConfig, TrainState, train_step
 

@@ -17,15 +17,15 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from data_prep.files import UserError
 from pipelines import interruption
 from pipelines.config import ExperimentConfig, load, nearest, outdone, preset_names, stage_names
-from pipelines.errors import UserError
-from pipelines.masking import masked_output
+from pipelines.dag.masking import masked_output
 from pipelines.start import collect_garbage, show_status, start
 from pipelines.unread import without_effect
 
 if TYPE_CHECKING:
-    from pipelines.own_images import OwnImages
+    from pipelines.nodes.own_images import OwnImages
 
 UNUSABLE = 2
 CHOICES = {"--only": "only", "--rerun": "rerun", "--keep": "keep", "--from": "start_from"}
@@ -165,7 +165,7 @@ def _own_images(config: ExperimentConfig, only: tuple[str, ...]) -> OwnImages | 
         return None
     if only not in (("sample",), ("evaluate",)):
         raise UserError("images is for sample.py, which starts from them, and evaluate.py, which scores them")
-    from pipelines import own_images  # decoders of images
+    from pipelines.nodes import own_images  # decoders of images
 
     return own_images.for_sampling(config) if only == ("sample",) else own_images.for_scoring(config)
 

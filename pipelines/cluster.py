@@ -19,10 +19,10 @@ from typing import Any
 
 import yaml
 
+from data_prep.files import UserError
 from pipelines import orphans
-from pipelines.errors import UserError
-from pipelines.fingerprint import ROOT
-from pipelines.git import git_commit
+from pipelines.dag.fingerprint import ROOT
+from pipelines.dag.git import git_commit
 
 OBJECT_STORE_BYTES = 300_000_000  # nodes hand over paths, so little travels through Ray's shared memory
 _watcher: subprocess.Popen | None = None  # beside an embedded session

@@ -19,8 +19,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from data_prep.config import DataConfig
+from data_prep.files import UserError
 from pipelines.cluster import in_ray_job
-from pipelines.errors import UserError
 from pipelines.experiment import (
     ExperimentConfig,
     NodeResources,

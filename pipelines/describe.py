@@ -20,7 +20,6 @@ if __name__ == "__main__":  # as a script: the project instead of this folder, w
     interruption.ends_the_process()
 
 from pipelines import cli
-from pipelines.batches import BatchPlan
 from pipelines.config import (
     ExperimentConfig,
     stage_batch_plan,
@@ -28,8 +27,9 @@ from pipelines.config import (
     stage_names,
     stage_train_config,
 )
+from pipelines.nodes.batches import BatchPlan
 
-# What GPU-hours rest on: the share of the card's FLOP/s (spn.flops) that training reaches. Measured on the presets'
+# What GPU-hours rest on: the share of the card's FLOP/s (spn.gpu.flops) that training reaches. Measured on the presets'
 # networks: 0.59 to 0.62, celebahq256's 0.49 (benchmarks/results/train/); validation, checkpoints and waiting for data
 # come out of the rest.
 CARD, MFU = "H100", 0.5
@@ -72,7 +72,7 @@ def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
     """
     import torch
 
-    from spn.flops import PEAK_FLOPS, forward_flops
+    from spn.gpu.flops import PEAK_FLOPS, forward_flops
     from spn.model import SPN, parameter_counts
     from spn.training_memory import training_memory
 

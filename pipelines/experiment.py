@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from data_prep.config import DataConfig
-from pipelines.batches import BatchPlan, batch_plan, gpu_batch_plan
-from pipelines.errors import UserError
+from data_prep.files import UserError
+from pipelines.nodes.batches import BatchPlan, batch_plan, gpu_batch_plan
 from spn.model import STAGES, DecoderConfig, EmbedderConfig, SPNConfig
 from spn.sampling import PRECISIONS
 from spn.training import TrainConfig

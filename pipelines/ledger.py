@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipelines import tracking
-from pipelines.masking import mask, mask_uris
+from pipelines.dag.masking import mask, mask_uris
 from pipelines.mlflow_uri import login_of
 from pipelines.tracking import KEY, KEY_TAG, PARENT_TAG, RunHandle
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
-from pipelines.masking import plain_uri
-from pipelines.storage import Store
+from data_prep.files import Store
+from pipelines.dag.masking import plain_uri
 
 UI = "http://127.0.0.1:5000"  # where `make ui` and `ui_command` show a SQLite file
 # A server's login, as MLflow itself reads it.

@@ -11,9 +11,10 @@ from collections.abc import Collection
 from typing import Any
 
 from data_prep import known
+from data_prep.files import UserError
 from data_prep.sources import identify
 from pipelines.config import preset_names, to_yaml
-from pipelines.errors import UserError
+from pipelines.dag.node import Node
 from pipelines.experiment import (
     ExperimentConfig,
     NodeResources,
@@ -30,9 +31,8 @@ from pipelines.experiment import (
     stage_train_config,
     train_node,
 )
-from pipelines.node import Node
-from pipelines.own_images import SAMPLE, SCORE, OwnImages
-from pipelines.training_samples import TrainingSamples
+from pipelines.nodes.own_images import SAMPLE, SCORE, OwnImages
+from pipelines.nodes.training_samples import TrainingSamples
 
 __all__ = ["node_names", "nodes"]
 INGEST_CPUS = 0.25  # a train node's read tasks, beside its workers

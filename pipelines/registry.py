@@ -16,7 +16,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.masking import plain_uri
+from pipelines.dag.masking import plain_uri
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 SCORE, TEST_SET, DIMS = "test_bits_per_dim", "test_set", "scored_dims"

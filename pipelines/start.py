@@ -10,21 +10,22 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pipelines import cluster, dag, garbage, mlflow_uri, progress, status
-from pipelines import plan as planning
-from pipelines.attempts import ERROR
-from pipelines.batches import BatchPlan
-from pipelines.chunk_size import largest_gpu_bytes, refusal
+from data_prep.files import Store, UserError, check_run_folder, claim_run_folder, join, open_store
+from data_prep.lock import Lock, described, refusal_to_share
+from pipelines import cluster, mlflow_uri
 from pipelines.config import ExperimentConfig, resolve_storage, stage_model_config, to_yaml
-from pipelines.errors import UserError
-from pipelines.git import git_commit
+from pipelines.dag import garbage, progress, status
+from pipelines.dag import plan as planning
+from pipelines.dag import run as running
+from pipelines.dag.attempts import ERROR
+from pipelines.dag.git import git_commit
+from pipelines.dag.masking import mask_uris
 from pipelines.ledger import Ledger
-from pipelines.lock import Lock, described, refusal_to_share
-from pipelines.masking import mask_uris
-from pipelines.storage import Store, check_run_folder, claim_run_folder, join, open_store
+from pipelines.nodes.batches import BatchPlan
+from pipelines.nodes.chunk_size import largest_gpu_bytes, refusal
 
 if TYPE_CHECKING:
-    from pipelines.own_images import OwnImages
+    from pipelines.nodes.own_images import OwnImages
 
 DONE, NODE_FAILED = 0, 1
 
@@ -56,7 +57,7 @@ def start(
     nodes = pipeline.nodes(config, own=own, to_run=only or None)
     lock = Lock(store)
     with _reading(store):
-        plan, holder = dag.plan(nodes, store, **chosen), lock.holder()
+        plan, holder = planning.plan(nodes, store, **chosen), lock.holder()
     if holder and not dry_run:  # at once: Ray takes a while to start, and memory from the start that is running
         raise UserError(refusal_to_share(store, holder))
     print(to_yaml(config))
@@ -70,13 +71,13 @@ def start(
         return DONE
     session = cluster.connect(num_cpus=config.resources.num_cpus, num_gpus=config.resources.num_gpus)
     try:
-        dag.check_fits(plan, session)
+        running.check_fits(plan, session)
         if session.mode == "embedded":  # else the GPUs are those of other machines, whose workers say what does not fit
             _check_memory(plan, config)
         with _locked(lock):
             if own is None:  # the run folder's config stays that of its pipeline
                 claim_run_folder(store, name=config.name, config_yaml=mask_uris(to_yaml(config)))
-            plan = dag.plan(nodes, store, **chosen)  # as it is now that nobody else writes
+            plan = planning.plan(nodes, store, **chosen)  # as it is now that nobody else writes
             _print_plan(plan)
             report, uri = _run(plan, config, session, store, lock)
             return _say_how_it_ended(report, store, tracking_uri=uri, whole=not only)
@@ -91,7 +92,7 @@ def show_status(config: ExperimentConfig) -> int:
     store = _run_folder(config)
     nodes = pipeline.nodes(config, to_run=())
     with _reading(store):
-        table = status.lines(dag.plan(nodes, store))
+        table = status.lines(planning.plan(nodes, store))
     print("\n".join([f"run folder: {store.uri}", *table]))
     return DONE
 
@@ -108,7 +109,7 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
     with _locked(Lock(store)) if delete and store.list("nodes") else contextlib.nullcontext():
         with _reading(store):
             holder = None if delete else Lock(store).holder()
-            found = garbage.find(dag.plan(nodes, store), holder=holder)
+            found = garbage.find(planning.plan(nodes, store), holder=holder)
         print(f"run folder: {store.uri}")
         for each in found:
             print(each.line)
@@ -120,7 +121,7 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
     return DONE
 
 
-def _print_plan(plan: dag.Plan) -> None:
+def _print_plan(plan: planning.Plan) -> None:
     """How the networks that are to be trained come to their batches, then what happens to each node."""
     for name in plan.will_run:
         batch = plan[name].node.options.get("plan")
@@ -129,7 +130,7 @@ def _print_plan(plan: dag.Plan) -> None:
     print("\n".join(plan.lines()), flush=True)
 
 
-def _check_memory(plan: dag.Plan, config: ExperimentConfig) -> None:
+def _check_memory(plan: planning.Plan, config: ExperimentConfig) -> None:
     """Raises UserError when a training, or the drawing of a batch, takes more than an empty GPU of this machine has."""
     for name in plan.will_run:
         node = plan[name].node
@@ -178,8 +179,8 @@ def _locked(lock: Lock) -> Iterator[None]:
 
 
 def _run(
-    plan: dag.Plan, config: ExperimentConfig, session: cluster.ClusterInfo, store: Store, lock: Lock
-) -> tuple[dag.RunReport, str]:
+    plan: planning.Plan, config: ExperimentConfig, session: cluster.ClusterInfo, store: Store, lock: Lock
+) -> tuple[running.RunReport, str]:
     """The report and the tracking URI."""
     uri, artifacts = mlflow_uri.default_uri(store, name=config.name, configured=config.tracking.uri)
     ledger = Ledger(uri, experiment=config.name, run_folder=store.uri, artifacts=artifacts)
@@ -191,7 +192,7 @@ def _run(
     display = progress.make_display()
     status = "FAILED"
     try:
-        report = dag.run(plan, cluster=session, ledger=ledger, display=display, lock=lock)
+        report = running.run(plan, cluster=session, ledger=ledger, display=display, lock=lock)
         status = "FINISHED" if report.ok else "FAILED"
     except KeyboardInterrupt:
         status = "KILLED"
@@ -202,7 +203,7 @@ def _run(
     return report, uri
 
 
-def _say_how_it_ended(report: dag.RunReport, store: Store, *, tracking_uri: str, whole: bool) -> int:
+def _say_how_it_ended(report: running.RunReport, store: Store, *, tracking_uri: str, whole: bool) -> int:
     from pipelines import summary
 
     print(flush=True)

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from data_prep import card
+from data_prep.files import Store, join, open_store
 from data_prep.parquet import open_dataset
+from pipelines.dag.run import RunReport
 from pipelines.mlflow_uri import ui_command
-from pipelines.own_images import SAMPLE, SCORE
-from pipelines.runner import RunReport
-from pipelines.storage import Store, join, open_store
+from pipelines.nodes.own_images import SAMPLE, SCORE
 
 DATASET, SAMPLES, REPORT = "dataset", "samples", "report.html"
 OWN, RECORD = "own_images", "record.json"  # of the nodes sample_images and score_images

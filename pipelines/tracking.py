@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipelines import fingerprint, registry
-from pipelines.masking import mask, plain_uri
+from pipelines import registry
+from pipelines.dag import fingerprint
+from pipelines.dag.masking import mask, plain_uri
 from pipelines.mlflow_uri import compare_link, run_link
 
 if TYPE_CHECKING:

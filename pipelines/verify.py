@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from data_prep.card import counts
+from data_prep.files import UserError, check_run_folder, join, open_store
 from data_prep.parquet import open_dataset
 from data_prep.verify import verify
-from pipelines import plan, progress
 from pipelines.config import ExperimentConfig, resolve_storage
-from pipelines.errors import UserError
-from pipelines.storage import check_run_folder, join, open_store
+from pipelines.dag import plan, progress
 
 INTACT, DAMAGED = 0, 1
 NODE = "prepare_data"

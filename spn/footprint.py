@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from spn.fused import FusedDecoder
+from spn.gpu.fused import FusedDecoder
 from spn.meta import AsOnGPU, peak_bytes, sum_bytes, usable_bytes
 from spn.model import SPN, SPNConfig
 from spn.sampling import EMBEDDED_AT_ONCE

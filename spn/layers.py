@@ -385,7 +385,7 @@ def table_gradient(grad: Tensor, values: Tensor, num_values: int) -> Tensor:
     At least float32.
     """
     if grad.is_cuda and grad.dtype == torch.bfloat16:
-        from spn import table_kernel  # needs Triton, which only a GPU's torch brings
+        from spn.gpu import table_kernel  # needs Triton, which only a GPU's torch brings
 
         return table_kernel.table_gradient(grad, values, num_values)
     # Two tiny sides and one of millions: cut into parts, so that every core of the device has one.

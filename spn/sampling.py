@@ -55,7 +55,7 @@ def slice_decoder(
         raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
     if next(model.parameters()).device.type != "cuda":
         return functools.partial(decode_slice, prepare(model))
-    from spn.fused import FusedDecoder  # Triton comes with the builds of torch for GPUs only
+    from spn.gpu.fused import FusedDecoder  # Triton comes with the builds of torch for GPUs only
 
     dtype = getattr(torch, precision)
     return FusedDecoder(model, batch, dtype=dtype, temperature=temperature, top_p=top_p)

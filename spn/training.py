@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spn.compiling import MODES
+from spn.gpu.compiling import MODES
 from spn.model import SPN, SPNConfig, nll_nats
 from spn.optimizers import make_optimizer
 

@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 import torch
 from PIL import Image
 
+from data_prep import files as storage
+from data_prep.files import UserError
 from data_prep.parquet import Dataset, open_dataset, pixels, read_shard
-from pipelines import storage
-from pipelines.errors import UserError
-from pipelines.inputs import log_split, split_digest
-from pipelines.node import NodeContext, NodeResult
+from pipelines.dag.node import NodeContext, NodeResult
+from pipelines.nodes.inputs import log_split, split_digest
+from pipelines.nodes.trained import checkpoint_uri, load_stages
 from pipelines.registry import StageModel
-from pipelines.trained import checkpoint_uri, load_stages
 from spn.bitdepth import stage_values
 from spn.evaluation import bits_per_dim, chain_nats, image_nats
 from spn.histogram import Histogram, raw_entropy_bits

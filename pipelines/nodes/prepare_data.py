@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from data_prep import card
+from data_prep import files as storage
 from data_prep.build import TooManyUnusable, build
+from data_prep.files import UserError
 from data_prep.parquet import Manifest
 from data_prep.sources.item import Unplannable, UnusableSource
-from pipelines import storage
-from pipelines.errors import UserError
-from pipelines.node import NodeContext, NodeResult
+from pipelines.dag.node import NodeContext, NodeResult
 
 FOLDER = "dataset"
 

@@ -15,10 +15,10 @@ matplotlib.use("Agg")  # no display on a cluster
 
 from matplotlib.figure import Figure  # noqa: E402
 
+from data_prep import files as storage
 from data_prep.parquet import Manifest, open_dataset
-from pipelines import storage
-from pipelines.masking import mask_uris
-from pipelines.node import NodeContext, NodeResult
+from pipelines.dag.masking import mask_uris
+from pipelines.dag.node import NodeContext, NodeResult
 
 PAGE = "report.html"
 STYLE = """

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
-from pipelines import storage
-from pipelines.chunk_size import settle
-from pipelines.drawing import Job, chunks_of, draw, read_chunks
-from pipelines.node import NodeContext, NodeResult
-from pipelines.pictures import after_stages, animation, generation_frames, grid, png, side_by_side
-from pipelines.trained import checkpoint_step, load_stage_configs
+from data_prep import files as storage
+from pipelines.dag.node import NodeContext, NodeResult
+from pipelines.nodes.chunk_size import settle
+from pipelines.nodes.drawing import Job, chunks_of, draw, read_chunks
+from pipelines.nodes.pictures import after_stages, animation, generation_frames, grid, png, side_by_side
+from pipelines.nodes.trained import checkpoint_step, load_stage_configs
 
 FOLDER, CHAIN, ANIMATION, RECORD = "samples", "chain.png", "generation.webp", "samples.json"
 NUM_SHOWN = 64  # images in the grids

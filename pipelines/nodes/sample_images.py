@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipelines import storage
-from pipelines.chunk_size import settle
-from pipelines.drawing import Job, chunks_of, draw, read_chunks
-from pipelines.node import NodeContext, NodeResult
-from pipelines.pictures import UNKNOWN, animation, display, generation_frames, png, side_by_side
-from pipelines.trained import load_stage_configs
+from data_prep import files as storage
+from pipelines.dag.node import NodeContext, NodeResult
+from pipelines.nodes.chunk_size import settle
+from pipelines.nodes.drawing import Job, chunks_of, draw, read_chunks
+from pipelines.nodes.pictures import UNKNOWN, animation, display, generation_frames, png, side_by_side
+from pipelines.nodes.trained import load_stage_configs
 from spn.model import SPNConfig
 
 if TYPE_CHECKING:
-    from pipelines.own_images import OwnImages
+    from pipelines.nodes.own_images import OwnImages
 
 FOLDER, GRID, ANIMATION, RECORD = "own_images", "grid.png", "generation.webp", "record.json"
 NUM_SHOWN = 16  # images in the grid, with all their draws

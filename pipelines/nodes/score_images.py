@@ -9,9 +9,9 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import torch
 
-from pipelines import storage
-from pipelines.node import NodeContext, NodeResult
-from pipelines.trained import load_stages
+from data_prep import files as storage
+from pipelines.dag.node import NodeContext, NodeResult
+from pipelines.nodes.trained import load_stages
 from spn.evaluation import bits_per_dim, chain_nats
 
 FOLDER, TABLE, CSV, RECORD = "own_images", "scores.parquet", "scores.csv", "record.json"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
+from data_prep import files as storage
 from data_prep.parquet import open_dataset
-from pipelines import storage
-from pipelines.inputs import log_split
-from pipelines.node import NodeContext, NodeResult
-from pipelines.ray_train import fit_stage
+from pipelines.dag.node import NodeContext, NodeResult
+from pipelines.nodes.inputs import log_split
+from pipelines.nodes.ray_train import fit_stage
 
 HISTORY = "history.json"
 

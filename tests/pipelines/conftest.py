@@ -21,7 +21,7 @@ os.environ.update(
 os.environ.pop("MLFLOW_TRACKING_URI", None)
 sys.path.append(str(TOYS))
 
-from pipelines.storage import Store, open_store  # noqa: E402
+from data_prep.files import Store, open_store  # noqa: E402
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.attempts import Success, measure, new_attempt_id, problems
-from pipelines.storage import Store, open_store
+from data_prep.files import Store, open_store
+from pipelines.dag.attempts import Success, measure, new_attempt_id, problems
 
 
 @pytest.fixture

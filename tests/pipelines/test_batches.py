@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from data_prep.files import UserError
 from pipelines import pipeline, start
-from pipelines.batches import GIB, BatchPlan, batch_plan
 from pipelines.config import load, stage_batch_plan, stage_model_config, stage_train_config
-from pipelines.errors import UserError
+from pipelines.nodes.batches import GIB, BatchPlan, batch_plan
+from pipelines.nodes.ray_train import check_memory
 from pipelines.pipeline import nodes
-from pipelines.ray_train import check_memory
 from spn.meta import usable_bytes
 from spn.training import TrainConfig
 from spn.training_memory import TrainingMemory, training_memory
@@ -226,7 +226,7 @@ def test_a_worker_refuses_a_gpu_that_is_too_small(monkeypatch):
 
 
 def test_training_begins_with_that_check(monkeypatch):
-    from pipelines import ray_train
+    from pipelines.nodes import ray_train
 
     def stop(plan: BatchPlan, device: torch.device, *, stage: str) -> None:
         raise UserError(f"{stage}: {plan.micro_batch_size}")

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelines import chunk_size, drawing, start
-from pipelines.chunk_size import ON_CPU, RECORD, refusal, settle
+from data_prep.files import UserError, open_store
+from pipelines import start
 from pipelines.config import load, stage_model_config
-from pipelines.drawing import DrawingWorker, Job, chunks_of
-from pipelines.errors import UserError
+from pipelines.dag.progress import Reporter
 from pipelines.experiment import NodeResources, ResourcesConfig
-from pipelines.progress import Reporter
-from pipelines.storage import open_store
+from pipelines.nodes import chunk_size, drawing
+from pipelines.nodes.chunk_size import ON_CPU, RECORD, refusal, settle
+from pipelines.nodes.drawing import DrawingWorker, Job, chunks_of
 from spn.footprint import batch_bytes, largest_batch
 
 GPU, CPU = NodeResources(use_gpu=True), NodeResources()

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from data_prep.files import UserError, open_store
+from data_prep.lock import Lock
 from pipelines import (
     cli,
     cluster,
@@ -24,18 +26,15 @@ from pipelines import (
     full_multidim,
     interruption,
     pipeline,
-    plan,
     prepare_data,
     sample,
     start,
     train_stage,
 )
 from pipelines.config import load
-from pipelines.errors import UserError
-from pipelines.lock import Lock
-from pipelines.node import Node
-from pipelines.runner import NodeReport, RunReport
-from pipelines.storage import open_store
+from pipelines.dag import plan
+from pipelines.dag.node import Node
+from pipelines.dag.run import NodeReport, RunReport
 
 ROOT, TOYS = Path(__file__).parents[2], Path(__file__).parent / "toys"
 NODES = ["prepare_data", "train_first_slice", "train_size_upscale", "train_depth_upscale", "evaluate", "sample"]

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from data_prep.files import UserError
 from pipelines.cluster import ClusterInfo, connect, in_ray_job, limit_of
-from pipelines.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 

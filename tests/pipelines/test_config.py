@@ -13,6 +13,7 @@ import yaml
 
 from data_prep import known
 from data_prep.config import CROPS, PROFILES, SOURCES, SPLIT_RULES
+from data_prep.files import UserError
 from pipelines import config as configs
 from pipelines.config import (
     load,
@@ -24,7 +25,6 @@ from pipelines.config import (
     stage_train_config,
     to_yaml,
 )
-from pipelines.errors import UserError
 from pipelines.experiment import USES, validate
 from pipelines.pipeline import nodes
 from spn import sampling, training

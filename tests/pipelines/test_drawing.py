@@ -21,19 +21,18 @@ import pytest
 import torch
 from PIL import Image
 
+from data_prep.files import open_store
 from data_prep.parquet import pixels, schema
-from pipelines import chunk_size, drawing
 from pipelines.config import load
-from pipelines.drawing import Chunk, DrawingWorker, Job, chunks_of, draw, read_chunks
+from pipelines.dag.node import NodeContext, NodeOutput
+from pipelines.dag.progress import Reporter, Update
 from pipelines.experiment import ResourcesConfig
-from pipelines.node import NodeContext, NodeOutput
-from pipelines.nodes import sample, sample_images, score_images
-from pipelines.own_images import OwnImages
+from pipelines.nodes import chunk_size, drawing, sample, sample_images, score_images
+from pipelines.nodes.drawing import Chunk, DrawingWorker, Job, chunks_of, draw, read_chunks
+from pipelines.nodes.own_images import OwnImages
+from pipelines.nodes.trained import load_stage_configs, load_stages
 from pipelines.pipeline import nodes
-from pipelines.progress import Reporter, Update
-from pipelines.storage import open_store
 from pipelines.tracking import RunHandle
-from pipelines.trained import load_stage_configs, load_stages
 from spn.checkpoint import save_checkpoint
 from spn.evaluation import chain_nats
 from spn.ordering import image_to_slices

@@ -27,8 +27,8 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, Wo
 from toy import training
 from toy.training import MlflowServer
 
-from pipelines.errors import UserError
-from pipelines.faults import is_infrastructure, root_cause
+from data_prep.files import UserError
+from pipelines.dag.faults import is_infrastructure, root_cause
 
 
 def from_task(error: Exception) -> Exception:
@@ -105,12 +105,17 @@ OUT_OF_MEMORY = """
 import os, sys
 from pathlib import Path
 os.environ["RAY_memory_usage_threshold"] = "0"  # Ray's monitor finds the machine out of memory whatever is used
-from pipelines import cluster, dag, progress, storage
+from data_prep import files as storage
+from pipelines import cluster
+from pipelines.dag import progress
+from pipelines.dag.node import Node
+from pipelines.dag.plan import plan as make_plan
+from pipelines.dag.run import run
 from pipelines.ledger import silent_ledger
 session = cluster.connect(num_cpus=1, python_path=(Path(sys.argv[1]),))
-node = dag.Node("a", "toy.nodes:wait_for_ever", options={"place": sys.argv[2]}, max_failures=1)
-plan = dag.plan([node], storage.open_store(sys.argv[2]), packages=("toy",), root=Path(sys.argv[1]))
-report = dag.run(plan, cluster=session, ledger=silent_ledger(), display=progress.PlainDisplay())
+node = Node("a", "toy.nodes:wait_for_ever", options={"place": sys.argv[2]}, max_failures=1)
+plan = make_plan([node], storage.open_store(sys.argv[2]), packages=("toy",), root=Path(sys.argv[1]))
+report = run(plan, cluster=session, ledger=silent_ledger(), display=progress.PlainDisplay())
 print("END", report.nodes["a"].state, report.nodes["a"].error)
 """
 

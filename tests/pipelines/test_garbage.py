@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from toy.diamond import TOYS, carry_out, decided, diamond
 
-from pipelines import config, garbage, pipeline, plan, start
-from pipelines.errors import UserError
-from pipelines.lock import Lock
-from pipelines.node import Node
-from pipelines.storage import Store, open_store
+from data_prep.files import Store, UserError, open_store
+from data_prep.lock import Lock
+from pipelines import config, pipeline, start
+from pipelines.dag import garbage, plan
+from pipelines.dag.node import Node
 
 NEW = {"left": {"config": {"value": "new"}}}
 
@@ -96,7 +96,8 @@ def test_what_is_newer_than_a_running_start_is_not_listed(finished: Store) -> No
 def toy_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """start's functions see the diamond in place of the pipeline's nodes."""
     monkeypatch.setattr(pipeline, "nodes", lambda config, **_: diamond())
-    monkeypatch.setattr(start.dag, "plan", lambda nodes, store: plan.plan(nodes, store, packages=("toy",), root=TOYS))
+    make = plan.plan
+    monkeypatch.setattr(start.planning, "plan", lambda nodes, store: make(nodes, store, packages=("toy",), root=TOYS))
     store = open_store(tmp_path / "runs" / "debug")
     store.write_text("config.yaml", "name: debug\n")
     carry_out(decided(store))

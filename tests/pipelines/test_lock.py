@@ -13,9 +13,8 @@ from types import SimpleNamespace
 import pytest
 from pyarrow._fs import _MockFileSystem
 
-from pipelines.errors import UserError
-from pipelines.lock import STALE_SEC, WATCH_SEC, Lock
-from pipelines.storage import Store, open_store
+from data_prep.files import Store, UserError, open_store
+from data_prep.lock import STALE_SEC, WATCH_SEC, Lock
 
 
 @pytest.fixture(params=["local", "object store"])
@@ -74,7 +73,7 @@ class Passing:
         self.seconds, self.what = 0.0, lambda seconds: None
         # The lock's alone: threads of other packages sleep, too.
         clock = SimpleNamespace(time=time.time, monotonic=lambda: self.seconds, sleep=self.sleep)
-        monkeypatch.setattr("pipelines.lock.time", clock)
+        monkeypatch.setattr("data_prep.lock.time", clock)
 
     def sleep(self, seconds: float) -> None:
         self.seconds += seconds
@@ -197,6 +196,6 @@ def test_of_two_rivals_for_a_stale_lock_one_wins(tmp_path: Path, monkeypatch: py
 
 def test_a_lease_overwritten_by_a_rival_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store("s3://bucket/run", filesystem=_MockFileSystem(), base="bucket/run")
-    monkeypatch.setattr("pipelines.lock.time.sleep", lambda _: edit(store, token="rival", host="rival"))
+    monkeypatch.setattr("data_prep.lock.time.sleep", lambda _: edit(store, token="rival", host="rival"))
     with pytest.raises(UserError, match="on rival since"):
         lock(store).acquire()

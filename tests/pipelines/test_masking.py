@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import cli, fingerprint
-from pipelines.errors import UserError
-from pipelines.masking import HIDDEN, mask, mask_uris, masked_output, plain_uri
+from data_prep.files import UserError
+from pipelines import cli
+from pipelines.dag import fingerprint
+from pipelines.dag.masking import HIDDEN, mask, mask_uris, masked_output, plain_uri
 
 SECRET = "hunter2secret"
 

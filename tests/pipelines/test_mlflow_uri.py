@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from pyarrow._fs import _MockFileSystem
 
+from data_prep.files import Store, open_store
 from pipelines.mlflow_uri import UI, compare_link, default_uri, ui_command
-from pipelines.storage import Store, open_store
 from pipelines.tracking import RunHandle
 
 

@@ -27,7 +27,7 @@ from mlflow.tracking import MlflowClient
 from toy import training
 from toy.training import NODE, MlflowServer
 
-from pipelines.storage import Store, open_store
+from data_prep.files import Store, open_store
 
 pytestmark = pytest.mark.slow
 # Two of these workers do not fit on one node of one CPU, and two stages not on both nodes. What they leave over on each

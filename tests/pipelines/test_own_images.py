@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipelines import cli, own_images
+from data_prep.files import UserError
+from pipelines import cli
 from pipelines.config import load
-from pipelines.errors import UserError
+from pipelines.nodes import own_images
 
 DEBUG = "debug"  # 16 x 16, S = 2, bits [3, 8], all three stages
 
@@ -63,7 +64,7 @@ def test_files_of_low_bit_values_are_taken_as_they_are(tmp_path):
 
 def test_pictures_of_samples_read_back_as_the_values_that_they_show(tmp_path):
     """Values spread over 0 .. 255 for the eye have the same high bits."""
-    from pipelines.pictures import display
+    from pipelines.nodes.pictures import display
 
     values = photo(16, high=8)
     own = own_images.for_sampling(config(save(tmp_path / "a.png", display(values, num_bits=3)), *COMPLETE))

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from toy.diamond import carry_out, decided, diamond
 
-from pipelines import attempts
-from pipelines.errors import UserError
-from pipelines.node import Node
-from pipelines.plan import Plan, decide, ordered
-from pipelines.storage import Store, open_store
+from data_prep.files import Store, UserError, open_store
+from pipelines.dag import attempts
+from pipelines.dag.node import Node
+from pipelines.dag.plan import Plan, decide, ordered
 
 
 @pytest.fixture

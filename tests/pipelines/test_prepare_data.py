@@ -15,12 +15,11 @@ import pytest
 from PIL import Image
 
 from data_prep.config import DataConfig
-from pipelines.errors import UserError
-from pipelines.node import NodeContext
+from data_prep.files import UserError, open_store
+from pipelines.dag.node import NodeContext
+from pipelines.dag.progress import Reporter
+from pipelines.dag.task import Task, execute
 from pipelines.nodes import prepare_data
-from pipelines.progress import Reporter
-from pipelines.storage import open_store
-from pipelines.task import Task, execute
 from pipelines.tracking import RunHandle
 
 GOOD = DataConfig(dataset="pictures", image_size=8, resolutions=[8], bits=[8], max_quarantine_fraction=0.0)

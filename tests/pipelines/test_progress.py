@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipelines import progress
-from pipelines.progress import Meter, PlainDisplay, Reporter, Update, clock, line_of
+from pipelines.dag import progress
+from pipelines.dag.progress import Meter, PlainDisplay, Reporter, Update, clock, line_of
 
 
 class FakeHub:

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipelines import ray_train
-from pipelines.batches import BatchPlan
-from pipelines.errors import UserError
+from data_prep.files import UserError
+from pipelines.nodes import ray_train
+from pipelines.nodes.batches import BatchPlan
 from spn.checkpoint import save_checkpoint
 from spn.model import SPN, SPNConfig
 from spn.ordering import image_to_slices

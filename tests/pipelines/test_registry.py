@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from data_prep.files import open_store
 from pipelines import registry, tracking
 from pipelines.ledger import Ledger
 from pipelines.mlflow_uri import default_uri
 from pipelines.registry import CANDIDATE, CHAMPION, StageModel, judge
-from pipelines.storage import open_store
 
 FIRST = StageModel(
     stage="size_upscale",

@@ -18,17 +18,18 @@ from typing import Any
 import psutil
 import pytest
 
-from pipelines import attempts, runner, tracking
+from data_prep.files import Store, UserError, open_store
+from data_prep.lock import Lock
+from pipelines import tracking
 from pipelines.cluster import ClusterInfo
-from pipelines.errors import UserError
+from pipelines.dag import attempts
+from pipelines.dag import run as runner
+from pipelines.dag.node import Node
+from pipelines.dag.plan import Plan, plan
+from pipelines.dag.progress import PlainDisplay
+from pipelines.dag.run import RunReport, Stopped, run
 from pipelines.ledger import Ledger, silent_ledger
-from pipelines.lock import Lock
 from pipelines.mlflow_uri import default_uri
-from pipelines.node import Node
-from pipelines.plan import Plan, plan
-from pipelines.progress import PlainDisplay
-from pipelines.runner import RunReport, Stopped, run
-from pipelines.storage import Store, open_store
 from pipelines.tracking import PARENT_TAG
 
 TOYS = Path(__file__).parent / "toys"

@@ -10,10 +10,10 @@ from datetime import UTC, datetime, timedelta
 
 from toy.diamond import carry_out, decided, diamond
 
-from pipelines import attempts, status
-from pipelines.lock import Lock
-from pipelines.node import Node
-from pipelines.storage import Store
+from data_prep.files import Store
+from data_prep.lock import Lock
+from pipelines.dag import attempts, status
+from pipelines.dag.node import Node
 
 CHANGED = {"left": {"config": {"value": "new"}}}
 

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 from pyarrow._fs import _MockFileSystem
 
-from pipelines import storage
-from pipelines.errors import UserError
-from pipelines.storage import Store, check_run_folder, claim_run_folder, join, open_store, run_folder_owner
+from data_prep import files as storage
+from data_prep.files import Store, UserError, check_run_folder, claim_run_folder, join, open_store, run_folder_owner
 
 
 def object_store() -> Store:

@@ -9,8 +9,8 @@ import pytest
 from ray.exceptions import RayTaskError, WorkerCrashedError
 from ray.train import ControllerError, WorkerGroupError
 
-from pipelines.errors import UserError
-from pipelines.task import one_line
+from data_prep.files import UserError
+from pipelines.dag.task import one_line
 
 NAN = ValueError("loss nan in step 7\nmore of it")
 ERRORS = {

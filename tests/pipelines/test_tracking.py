@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data_prep.files import open_store
 from pipelines import tracking
 from pipelines.ledger import Ledger, silent_ledger
 from pipelines.mlflow_uri import LOGIN, default_uri, ui_command
-from pipelines.storage import open_store
 from pipelines.tracking import PARENT_TAG, NullRun, RunHandle
 
 

@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data_prep.files import open_store
 from pipelines import tracking
 from pipelines.ledger import Ledger
 from pipelines.mlflow_uri import LOGIN, default_uri
 from pipelines.registry import CANDIDATE, CHAMPION, StageModel
-from pipelines.storage import open_store
 
 pytestmark = pytest.mark.slow
 USER, PASSWORD = "anna", "hunter2secret"

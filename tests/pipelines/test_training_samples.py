@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from pipelines.config import load
-from pipelines.pictures import MARGIN, enlarge
+from pipelines.nodes.pictures import MARGIN, enlarge
+from pipelines.nodes.training_samples import TrainingSamples
 from pipelines.pipeline import nodes
-from pipelines.training_samples import TrainingSamples
 from spn.model import SPN
 
 SIDE, NUM = 8, 3

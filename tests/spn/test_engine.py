@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spn.checkpoint import save_checkpoint, start_weights
-from spn.compiling import MODES, compile_network
+from spn.gpu.compiling import MODES, compile_network
 from spn.model import SPN, nll_nats, recompute_activations
 from spn.training import TrainConfig, TrainState
 

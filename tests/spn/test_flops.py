@@ -5,7 +5,7 @@ python -m pytest tests/spn/test_flops.py
 
 from __future__ import annotations
 
-from spn.flops import forward_flops, training_flops
+from spn.gpu.flops import forward_flops, training_flops
 from spn.layers import MaskedLinear
 from spn.model import SPN
 

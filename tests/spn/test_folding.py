@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from spn.decoding import incremental_logits
-from spn.folding import FoldedWeights
-from spn.fused import EPS
+from spn.gpu.folding import FoldedWeights
+from spn.gpu.fused import EPS
 from spn.model import SPN
 
 

@@ -15,7 +15,7 @@ import torch
 from pipelines.config import load, stage_model_config
 from spn import footprint
 from spn.footprint import MOST, TILE, batch_bytes, decoder_bytes, largest_batch
-from spn.fused import FusedDecoder
+from spn.gpu.fused import FusedDecoder
 from spn.meta import CODE_BYTES, KEPT_BACK
 from spn.model import SPN, SPNConfig
 from spn.sampling import EMBEDDED_AT_ONCE, sample_stage, uniforms

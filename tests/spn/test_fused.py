@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spn.decoding import decode_slice, prepare
 from spn.draws import Draws
-from spn.folding import FoldedWeights
+from spn.gpu.folding import FoldedWeights
 from spn.model import SPN
 from spn.sampling import sample_chain, sample_stage, slice_decoder, uniforms
 
@@ -73,7 +73,7 @@ def case(model: SPN, batch: int) -> tuple[Tensor, Tensor | None, Tensor]:
 
 def recorded(model: SPN, target: Tensor, context: Tensor | None, **options) -> Tensor:
     """Logits by the fused decoder, made to take the values of `target`."""
-    from spn.fused import FusedDecoder
+    from spn.gpu.fused import FusedDecoder
 
     decoder = FusedDecoder(model, len(target), record=True, **options)
     unused = torch.zeros(target.shape, dtype=torch.float64, device="cuda")
@@ -135,7 +135,7 @@ def test_draws_equal_the_plain_decoders(shape, top_p, tiny_config):
 
 
 def test_launches_that_overlap_change_nothing(tiny_config):
-    from spn.fused import FusedDecoder
+    from spn.gpu.fused import FusedDecoder
 
     target, context, _ = case(model := network("plain", tiny_config), 40)
     draws = Draws(torch.rand(target.shape, dtype=torch.float64, device="cuda"))

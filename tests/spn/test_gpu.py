@@ -11,8 +11,8 @@ import math
 import pytest
 import torch
 
-from spn.compiling import compile_network
 from spn.decoding import incremental_logits
+from spn.gpu.compiling import compile_network
 from spn.layers import IntensityEmbedding
 from spn.model import SPN, nll_nats
 from spn.sampling import sample_chain

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelines import attempts
-from pipelines.node import Node
-from pipelines.plan import Plan, decide, plan
-from pipelines.progress import Reporter
-from pipelines.storage import Store
-from pipelines.task import adopt, execute, make_task
+from data_prep.files import Store
+from pipelines.dag import attempts
+from pipelines.dag.node import Node
+from pipelines.dag.plan import Plan, decide, plan
+from pipelines.dag.progress import Reporter
+from pipelines.dag.task import adopt, execute, make_task
 from pipelines.tracking import RunHandle
 
 TOYS = Path(__file__).parents[1]

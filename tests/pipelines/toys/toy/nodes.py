@@ -9,8 +9,8 @@ import signal
 import time
 from pathlib import Path
 
-from pipelines.errors import UserError
-from pipelines.node import NodeContext, NodeResult
+from data_prep.files import UserError
+from pipelines.dag.node import NodeContext, NodeResult
 
 
 def write(context: NodeContext) -> NodeResult:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from pipelines.storage import join, open_store
+from data_prep.files import join, open_store
 
 ROOT = Path(__file__).parents[4]
 NODE, NUM_STEPS = "train_size_upscale", 240

@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from pipelines.fingerprint import ROOT
+from pipelines.dag.fingerprint import ROOT
 
 
 def git_commit(root: Path = ROOT) -> str:

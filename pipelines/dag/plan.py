@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelines import attempts, fingerprint
-from pipelines.attempts import Attempt, Success, age
-from pipelines.errors import UserError
-from pipelines.node import Node
-from pipelines.storage import Store
+from data_prep.files import Store, UserError
+from pipelines.dag import attempts, fingerprint
+from pipelines.dag.attempts import Attempt, Success, age
+from pipelines.dag.node import Node
 
 RUN, SKIP, KEEP, WAIT, NOT_SELECTED = "run", "skip", "keep", "wait", "not selected"
 

@@ -10,8 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipelines.errors import UserError
-from pipelines.storage import Store
+from data_prep.files import Store, UserError
 from spn.model import SPNConfig
 
 if TYPE_CHECKING:

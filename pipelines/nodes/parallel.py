@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from spn.compiling import compile_network
+from spn.gpu.compiling import compile_network
 
 
 def num_workers() -> int:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from pipelines.errors import UserError
+from data_prep.files import UserError
 from spn.meta import bytes_to_have, usable_bytes
 from spn.model import SPNConfig
 from spn.training import TrainConfig

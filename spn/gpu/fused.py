@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from spn.draws import Draws, pick
-from spn.folding import FoldedWeights
+from spn.gpu.folding import FoldedWeights
 from spn.model import SPN
 from spn.modern import STEM_COLUMNS, STEM_ROWS
 
 with contextlib.suppress(ModuleNotFoundError):  # it comes with torch for GPUs; weights and buffers need none
     import triton
 
-    from spn import kernels
+    from spn.gpu import kernels
 
 EPS = 1e-6  # of every norm in layers.py and modern.py
 LARGE = 128  # images a batch from which tiles are filled

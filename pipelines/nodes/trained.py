@@ -6,8 +6,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipelines.node import NodeOutput
-from pipelines.storage import join, open_store
+from data_prep.files import join, open_store
+from pipelines.dag.node import NodeOutput
 from spn.checkpoint import CONFIG, EMA, load_config, load_model
 from spn.model import SPN, SPNConfig
 

@@ -18,9 +18,8 @@ import time
 import uuid
 from datetime import UTC, datetime
 
+from data_prep.files import Store, UserError
 from data_prep.holder import describe, is_alive, is_here
-from pipelines.errors import UserError
-from pipelines.storage import Store
 
 HEARTBEAT_SEC = 10.0
 STALE_SEC = 90.0  # several heartbeats: a busy disk must not look like death

@@ -17,19 +17,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipelines import attempts, fingerprint
-from pipelines.attempts import Success
+from data_prep.files import Store
+from data_prep.lock import Lock
 from pipelines.cluster import ClusterInfo
-from pipelines.faults import is_infrastructure
-from pipelines.git import git_commit
+from pipelines.dag import attempts, fingerprint
+from pipelines.dag.attempts import Success
+from pipelines.dag.faults import is_infrastructure
+from pipelines.dag.git import git_commit
+from pipelines.dag.masking import mask
+from pipelines.dag.node import Node, NodeOutput
+from pipelines.dag.plan import KEEP, NOT_SELECTED, RUN, SKIP, WAIT, Decision, Plan, decide
+from pipelines.dag.progress import Hub, LiveDisplay, PlainDisplay, clock
+from pipelines.dag.task import Outcome, adopt, execute, make_task, one_line
 from pipelines.ledger import Ledger
-from pipelines.lock import Lock
-from pipelines.masking import mask
-from pipelines.node import Node, NodeOutput
-from pipelines.plan import KEEP, NOT_SELECTED, RUN, SKIP, WAIT, Decision, Plan, decide
-from pipelines.progress import Hub, LiveDisplay, PlainDisplay, clock
-from pipelines.storage import Store
-from pipelines.task import Outcome, adopt, execute, make_task, one_line
 from pipelines.tracking import RunHandle
 
 EXECUTED, SKIPPED, FAILED, BLOCKED = "executed", "skipped", "failed", "blocked"

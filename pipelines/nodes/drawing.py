@@ -20,21 +20,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from data_prep.files import remove_temporaries
+from data_prep.files import Store, UserError, open_store, remove_temporaries
 from data_prep.parquet import ShardWriter, pixels, schema, shard_path
-from pipelines.chunk_size import free_gpu_bytes, refusal
-from pipelines.errors import UserError
-from pipelines.node import NodeOutput
-from pipelines.pictures import display, png
-from pipelines.storage import Store, open_store
-from pipelines.trained import load_stage_configs, load_stages
+from pipelines.dag.node import NodeOutput
+from pipelines.nodes.chunk_size import free_gpu_bytes, refusal
+from pipelines.nodes.pictures import display, png
+from pipelines.nodes.trained import load_stage_configs, load_stages
 from spn.model import SPN, SPNConfig
 from spn.ordering import image_to_slices
 from spn.sampling import Decode, rows_to_sample, sample_chain
 
 if TYPE_CHECKING:
+    from pipelines.dag.progress import Reporter
     from pipelines.experiment import ResourcesConfig
-    from pipelines.progress import Reporter
 
 SPLIT, IMAGES = "samples", "images"
 

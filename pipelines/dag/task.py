@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from pipelines import attempts, tracking
-from pipelines.attempts import Success
-from pipelines.errors import UserError
-from pipelines.faults import is_infrastructure, root_cause
-from pipelines.masking import Masked, mask
-from pipelines.node import NodeContext, NodeOutput, NodeResult
-from pipelines.storage import Store
+from data_prep.files import Store, UserError
+from pipelines import tracking
+from pipelines.dag import attempts
+from pipelines.dag.attempts import Success
+from pipelines.dag.faults import is_infrastructure, root_cause
+from pipelines.dag.masking import Masked, mask
+from pipelines.dag.node import NodeContext, NodeOutput, NodeResult
 
 if TYPE_CHECKING:
-    from pipelines.plan import Decision
-    from pipelines.progress import Reporter
+    from pipelines.dag.plan import Decision
+    from pipelines.dag.progress import Reporter
     from pipelines.tracking import RunHandle
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelines.progress import Reporter
+    from pipelines.dag.progress import Reporter
     from pipelines.tracking import RunHandle
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipelines import attempts
-from pipelines.attempts import Attempt
-from pipelines.lock import Lock, described
-from pipelines.own_images import SAMPLE, SCORE
-from pipelines.plan import SKIP, Decision, Plan
+from data_prep.lock import Lock, described
+from pipelines.dag import attempts
+from pipelines.dag.attempts import Attempt
+from pipelines.dag.plan import SKIP, Decision, Plan
+from pipelines.nodes.own_images import SAMPLE, SCORE
 
 UP_TO_DATE, OUTDATED, RUNNING, INTERRUPTED = "up to date", "outdated", "running", "interrupted"
 FINISHED = "finished"

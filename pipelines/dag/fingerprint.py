@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipelines.masking import mask_uris
+from pipelines.dag.masking import mask_uris
 
 PACKAGES = ("spn", "data_prep", "pipelines")
-ROOT = Path(__file__).resolve().parents[1]  # the folder that holds the packages
+ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the packages
 SCHEMA = 1  # a higher number makes every node run again
 _MAX_CHANGES = 4  # named in an explanation; the rest is counted
 

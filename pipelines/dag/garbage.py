@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from pipelines import attempts
-from pipelines.attempts import SUCCESS, Attempt
-from pipelines.plan import Plan
-from pipelines.storage import Store
+from data_prep.files import Store
+from pipelines.dag import attempts
+from pipelines.dag.attempts import SUCCESS, Attempt
+from pipelines.dag.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from pipelines.pictures import display, grid, side_by_side
+from pipelines.nodes.pictures import display, grid, side_by_side
 from spn.bitdepth import join_depth, stage_values
 from spn.model import SPN
 from spn.ordering import image_to_slices

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from pipelines.node import NodeOutput
-from pipelines.storage import Store
+from data_prep.files import Store
+from pipelines.dag.node import NodeOutput
 
 SUCCESS = "_SUCCESS.json"
 STARTED = "_STARTED.json"

@@ -25,25 +25,24 @@ import torch
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 from torch import Tensor
 
+from data_prep import files as storage
+from data_prep.files import Store, UserError
 from data_prep.ingest import collate, train_stream
 from data_prep.order import draws
 from data_prep.parquet import open_dataset
-from pipelines import storage
-from pipelines.errors import UserError
-from pipelines.node import NodeContext
-from pipelines.parallel import make_forward, sum_over_workers
-from pipelines.storage import Store
+from pipelines.dag.node import NodeContext
+from pipelines.nodes.parallel import make_forward, sum_over_workers
 from spn.bitdepth import stage_values
 from spn.checkpoint import CONFIG, EMA, check_start, load_trainer, load_weights, save_checkpoint, start_weights
 from spn.evaluation import EVAL_BATCH, bits_per_dim, image_nats, scored_slices
-from spn.flops import peak_flops, training_flops
+from spn.gpu.flops import peak_flops, training_flops
 from spn.model import SPN, SPNConfig, recompute_activations
 from spn.training import Batch, TrainConfig, TrainState, fit
 
 if TYPE_CHECKING:  # types only: rules of the configuration do not change what is trained
-    from pipelines.batches import BatchPlan
     from pipelines.experiment import NodeResources
-    from pipelines.training_samples import TrainingSamples
+    from pipelines.nodes.batches import BatchPlan
+    from pipelines.nodes.training_samples import TrainingSamples
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's record of committed checkpoints
 HISTORY = "history.json"  # beside each checkpoint: all that was logged up to it
