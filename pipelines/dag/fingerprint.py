@@ -26,7 +26,8 @@ _MAX_CHANGES = 4  # named in an explanation; the rest is counted
 def canonical(value: Any, *, where: str = "config") -> Any:
     """Plain JSON value of a config value: dataclasses and mappings as dicts, sequences as lists, paths as strings.
 
-    Without logins and tokens of URIs: they are written down beside outputs, and new ones change no result.
+    Without dataclass fields that carry metadata={"semantic": False}, at any depth: resources, paths, logging.
+    Without logins and tokens of URIs: the config is stored beside outputs, and new credentials change no result.
     Raises ValueError naming the place for values without a meaning outside this process (objects, functions).
     """
     if isinstance(value, enum.Enum):
@@ -38,7 +39,8 @@ def canonical(value: Any, *, where: str = "config") -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: canonical(getattr(value, f.name), where=f"{where}.{f.name}") for f in dataclasses.fields(value)}
+        fields = [f.name for f in dataclasses.fields(value) if f.metadata.get("semantic", True)]
+        return {name: canonical(getattr(value, name), where=f"{where}.{name}") for name in fields}
     if isinstance(value, Mapping):
         return {str(key): canonical(value[key], where=f"{where}.{key}") for key in sorted(value, key=str)}
     if isinstance(value, set | frozenset):
@@ -91,7 +93,7 @@ def code_hashes(module: str, *, packages: tuple[str, ...] = PACKAGES, root: Path
 
 
 def ingredients(
-    *, function: str, config: Mapping[str, Any], code: Mapping[str, str], upstream: Mapping[str, str], source: str
+    *, function: str, config: Any, code: Mapping[str, str], upstream: Mapping[str, str], source: str
 ) -> dict[str, Any]:
     """All that a node's output depends on; upstream is {node: output id}."""
     return {

@@ -19,7 +19,7 @@ class Node:
     name: str
     function: str  # "package.module:function", imported inside the task
     needs: tuple[str, ...] = ()  # names of upstream nodes
-    config: Mapping[str, Any] = field(default_factory=dict)  # semantic: enters the fingerprint
+    config: Any = field(default_factory=dict)  # frozen dataclass; what is not "semantic": False is fingerprinted
     options: Mapping[str, Any] = field(default_factory=dict)  # resources, paths, logging: never in the fingerprint
     source: str = ""  # hash of the listing of files from outside that the node reads
     num_cpus: float = 1  # of the coordinating task itself
@@ -65,7 +65,7 @@ class NodeContext:
     node: str
     fingerprint: str
     attempt: str
-    config: Mapping[str, Any]
+    config: Any
     options: Mapping[str, Any]
     inputs: Mapping[str, NodeOutput]  # by upstream node
     out: str  # absolute path or URI of the attempt's folder, which exists if local

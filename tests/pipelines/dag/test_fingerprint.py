@@ -42,6 +42,23 @@ def test_dataclasses_mappings_and_sequences_become_plain() -> None:
     }
 
 
+@dataclass(frozen=True)
+class Placed:
+    root: str = field(default="/a", metadata={"semantic": False})
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Holder:
+    placed: Placed
+    log_every_steps: int = field(default=1, metadata={"semantic": False})
+
+
+def test_fields_that_decide_nothing_are_left_out_at_every_depth() -> None:
+    assert canonical([{"x": Holder(Placed("/b", seed=1), 2)}]) == [{"x": {"placed": {"seed": 1}}}]
+    assert digest(Holder(Placed())) == digest(Holder(Placed("/b"), 9)) != digest(Holder(Placed(seed=1)))
+
+
 def test_order_of_keys_does_not_matter_and_values_do() -> None:
     assert digest({"a": 1, "b": [1, 2]}) == digest({"b": (1, 2), "a": 1})
     assert len({digest({"a": v}) for v in (1, 2, "1", None, True, [1], {"b": 1}, 1.5)}) == 8
