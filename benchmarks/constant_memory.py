@@ -26,7 +26,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.train import measure
-from pipelines.config import ExperimentConfig, load, stage_model_config, stage_train_config
+from pipelines.config import ExperimentConfig, stage_model_config, stage_train_config
+from pipelines.loading import load
 
 SLICE = 32
 

@@ -29,7 +29,8 @@ from PIL import Image
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pipelines.config import load, stage_model_config, stage_train_config
+from pipelines.config import stage_model_config, stage_train_config
+from pipelines.loading import load
 from pipelines.nodes.batches import BatchPlan, batch_plan
 from pipelines.nodes.parallel import make_forward, sum_over_workers
 from spn.bitdepth import stage_values

@@ -26,8 +26,8 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pipelines.config import load, stage_model_config
-from pipelines.experiment import ExperimentConfig, stage_names
+from pipelines.config import ExperimentConfig, stage_model_config, stage_names
+from pipelines.loading import load
 from spn.model import SPN, SPNConfig
 from spn.sampling import PRECISIONS, sample_stage, uniforms
 

@@ -22,7 +22,8 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pipelines.config import load, stage_model_config, stage_train_config
+from pipelines.config import stage_model_config, stage_train_config
+from pipelines.loading import load
 from spn.gpu.compiling import compile_network
 from spn.gpu.flops import peak_flops, training_flops
 from spn.model import SPN, SPNConfig

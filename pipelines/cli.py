@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from data_prep.files import UserError
 from pipelines import interruption
-from pipelines.config import ExperimentConfig, load, nearest, outdone, preset_names, stage_names
+from pipelines.config import ExperimentConfig, nearest, stage_names
 from pipelines.dag.masking import masked_output
+from pipelines.loading import load, outdone, preset_names
 from pipelines.start import collect_garbage, show_status, start
 from pipelines.unread import without_effect
 

@@ -13,9 +13,7 @@ from typing import Any
 from data_prep import known
 from data_prep.files import UserError
 from data_prep.sources import identify
-from pipelines.config import preset_names, to_yaml
-from pipelines.dag.node import Node
-from pipelines.experiment import (
+from pipelines.config import (
     ExperimentConfig,
     NodeResources,
     ResourcesConfig,
@@ -31,6 +29,8 @@ from pipelines.experiment import (
     stage_train_config,
     train_node,
 )
+from pipelines.dag.node import Node
+from pipelines.loading import preset_names, to_yaml
 from pipelines.nodes.own_images import SAMPLE, SCORE, OwnImages
 from pipelines.nodes.training_samples import TrainingSamples
 

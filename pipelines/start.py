@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from data_prep.files import Store, UserError, check_run_folder, claim_run_folder, join, open_store
 from data_prep.lock import Lock, described, refusal_to_share
 from pipelines import cluster, mlflow_uri
-from pipelines.config import ExperimentConfig, resolve_storage, stage_model_config, to_yaml
+from pipelines.config import ExperimentConfig, stage_model_config
 from pipelines.dag import garbage, progress, status
 from pipelines.dag import plan as planning
 from pipelines.dag import run as running
@@ -21,6 +21,7 @@ from pipelines.dag.attempts import ERROR
 from pipelines.dag.git import git_commit
 from pipelines.dag.masking import mask_uris
 from pipelines.ledger import Ledger
+from pipelines.loading import resolve_storage, to_yaml
 from pipelines.nodes.batches import BatchPlan
 from pipelines.nodes.chunk_size import largest_gpu_bytes, refusal
 

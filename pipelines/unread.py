@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from pipelines import cluster
-from pipelines.experiment import (
+from pipelines.config import (
     ExperimentConfig,
     NodeResources,
     node_names,

@@ -6,8 +6,9 @@ from data_prep.card import counts
 from data_prep.files import UserError, check_run_folder, join, open_store
 from data_prep.parquet import open_dataset
 from data_prep.verify import verify
-from pipelines.config import ExperimentConfig, resolve_storage
+from pipelines.config import ExperimentConfig
 from pipelines.dag import plan, progress
+from pipelines.loading import resolve_storage
 
 INTACT, DAMAGED = 0, 1
 NODE = "prepare_data"

@@ -14,7 +14,7 @@ from data_prep.files import Store, UserError
 from spn.model import SPNConfig
 
 if TYPE_CHECKING:
-    from pipelines.experiment import NodeResources
+    from pipelines.config import NodeResources
 
 RECORD = "chunks.json"
 ON_CPU = 16  # one thread computes a chunk, and what is finished of it is kept only when all of it is

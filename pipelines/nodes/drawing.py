@@ -31,8 +31,8 @@ from spn.ordering import image_to_slices
 from spn.sampling import Decode, rows_to_sample, sample_chain
 
 if TYPE_CHECKING:
+    from pipelines.config import ResourcesConfig
     from pipelines.dag.progress import Reporter
-    from pipelines.experiment import ResourcesConfig
 
 SPLIT, IMAGES = "samples", "images"
 

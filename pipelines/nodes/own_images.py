@@ -15,7 +15,13 @@ import numpy as np
 
 from data_prep import images
 from data_prep.files import FileEntry, Store, UserError, open_store
-from pipelines.experiment import ExperimentConfig, set_for_own_images, stage_model_config, stage_names, train_node
+from pipelines.config import (
+    ExperimentConfig,
+    set_for_own_images,
+    stage_model_config,
+    stage_names,
+    train_node,
+)
 
 SAMPLE, SCORE = "sample_images", "score_images"  # nodes
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")

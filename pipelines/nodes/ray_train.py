@@ -40,7 +40,7 @@ from spn.model import SPN, SPNConfig, recompute_activations
 from spn.training import Batch, TrainConfig, TrainState, fit
 
 if TYPE_CHECKING:  # types only: rules of the configuration do not change what is trained
-    from pipelines.experiment import NodeResources
+    from pipelines.config import NodeResources
     from pipelines.nodes.batches import BatchPlan
     from pipelines.nodes.training_samples import TrainingSamples
 

@@ -10,7 +10,8 @@ import dataclasses
 import pytest
 
 from benchmarks import ddp
-from pipelines.config import load, stage_model_config, stage_train_config
+from pipelines.config import stage_model_config, stage_train_config
+from pipelines.loading import load
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from benchmarks.sample import floor_seconds, measure
-from pipelines.config import load, stage_model_config
+from pipelines.config import stage_model_config
+from pipelines.loading import load
 from spn.model import SPN
 
 SMALL = ["data.root=.", "data.image_size=8", "data.resolutions=[8]", "bits=[3,8]", "scaling_factor=2"]

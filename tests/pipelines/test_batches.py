@@ -14,7 +14,8 @@ import torch
 
 from data_prep.files import UserError
 from pipelines import pipeline, start
-from pipelines.config import load, stage_batch_plan, stage_model_config, stage_train_config
+from pipelines.config import stage_batch_plan, stage_model_config, stage_train_config
+from pipelines.loading import load
 from pipelines.nodes.batches import GIB, BatchPlan, batch_plan
 from pipelines.nodes.ray_train import check_memory
 from pipelines.pipeline import nodes

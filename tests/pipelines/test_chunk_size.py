@@ -13,9 +13,9 @@ import pytest
 
 from data_prep.files import UserError, open_store
 from pipelines import start
-from pipelines.config import load, stage_model_config
+from pipelines.config import NodeResources, ResourcesConfig, stage_model_config
 from pipelines.dag.progress import Reporter
-from pipelines.experiment import NodeResources, ResourcesConfig
+from pipelines.loading import load
 from pipelines.nodes import chunk_size, drawing
 from pipelines.nodes.chunk_size import ON_CPU, RECORD, refusal, settle
 from pipelines.nodes.drawing import DrawingWorker, Job, chunks_of

@@ -31,10 +31,10 @@ from pipelines import (
     start,
     train_stage,
 )
-from pipelines.config import load
 from pipelines.dag import plan
 from pipelines.dag.node import Node
 from pipelines.dag.run import NodeReport, RunReport
+from pipelines.loading import load
 
 ROOT, TOYS = Path(__file__).parents[2], Path(__file__).parent / "toys"
 NODES = ["prepare_data", "train_first_slice", "train_size_upscale", "train_depth_upscale", "evaluate", "sample"]

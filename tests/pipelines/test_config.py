@@ -14,18 +14,16 @@ import yaml
 from data_prep import known
 from data_prep.config import CROPS, PROFILES, SOURCES, SPLIT_RULES
 from data_prep.files import UserError
-from pipelines import config as configs
+from pipelines import loading as configs
 from pipelines.config import (
-    load,
-    outdone,
-    resolve_storage,
+    USES,
     stage_model_config,
     stage_names,
     stage_temperature,
     stage_train_config,
-    to_yaml,
+    validate,
 )
-from pipelines.experiment import USES, validate
+from pipelines.loading import load, outdone, resolve_storage, to_yaml
 from pipelines.pipeline import nodes
 from spn import sampling, training
 from spn.model import RECIPES

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from pipelines import describe
-from pipelines.config import load, preset_names, stage_names, stage_train_config
+from pipelines.config import stage_names, stage_train_config
+from pipelines.loading import load, preset_names
 
 TOLERANCE = 0.12
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipelines import full_multidim, prepare_data
-from pipelines.config import load, stage_model_config, stage_names
+from pipelines.config import stage_model_config, stage_names
+from pipelines.loading import load
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))

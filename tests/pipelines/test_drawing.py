@@ -23,10 +23,10 @@ from PIL import Image
 
 from data_prep.files import open_store
 from data_prep.parquet import pixels, schema
-from pipelines.config import load
+from pipelines.config import ResourcesConfig
 from pipelines.dag.node import NodeContext, NodeOutput
 from pipelines.dag.progress import Reporter, Update
-from pipelines.experiment import ResourcesConfig
+from pipelines.loading import load
 from pipelines.nodes import chunk_size, drawing, sample, sample_images, score_images
 from pipelines.nodes.drawing import Chunk, DrawingWorker, Job, chunks_of, draw, read_chunks
 from pipelines.nodes.own_images import OwnImages

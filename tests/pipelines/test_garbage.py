@@ -11,7 +11,7 @@ from toy.diamond import TOYS, carry_out, decided, diamond
 
 from data_prep.files import Store, UserError, open_store
 from data_prep.lock import Lock
-from pipelines import config, pipeline, start
+from pipelines import loading, pipeline, start
 from pipelines.dag import garbage, plan
 from pipelines.dag.node import Node
 
@@ -108,7 +108,7 @@ def toy_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 def test_the_list_is_dry_and_yes_deletes(
     toy_pipeline: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chosen = config.load("debug", [f"storage={tmp_path / 'runs'}"])
+    chosen = loading.load("debug", [f"storage={tmp_path / 'runs'}"])
     before = toy_pipeline.walk()
     assert start.collect_garbage(chosen, delete=False) == 0
     listed = capsys.readouterr().out.splitlines()
@@ -126,5 +126,5 @@ def test_nothing_is_deleted_while_a_start_is_running(toy_pipeline: Store, tmp_pa
     before = len(toy_pipeline.walk("nodes"))
     with Lock(toy_pipeline):
         with pytest.raises(UserError, match="in use by process"):
-            start.collect_garbage(config.load("debug", [f"storage={tmp_path / 'runs'}"]), delete=True)
+            start.collect_garbage(loading.load("debug", [f"storage={tmp_path / 'runs'}"]), delete=True)
     assert len(toy_pipeline.walk("nodes")) == before

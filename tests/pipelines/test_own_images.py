@@ -13,7 +13,7 @@ from PIL import Image
 
 from data_prep.files import UserError
 from pipelines import cli
-from pipelines.config import load
+from pipelines.loading import load
 from pipelines.nodes import own_images
 
 DEBUG = "debug"  # 16 x 16, S = 2, bits [3, 8], all three stages

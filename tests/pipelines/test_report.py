@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.config import PRESETS, load
 from pipelines.dag.node import NodeContext, NodeOutput
 from pipelines.dag.progress import Reporter
+from pipelines.loading import PRESETS, load
 from pipelines.nodes.report import _rerun_section
 from pipelines.pipeline import nodes
 from pipelines.tracking import RunHandle

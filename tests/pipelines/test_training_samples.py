@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipelines.config import load
+from pipelines.loading import load
 from pipelines.nodes.pictures import MARGIN, enlarge
 from pipelines.nodes.training_samples import TrainingSamples
 from pipelines.pipeline import nodes

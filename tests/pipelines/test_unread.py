@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pipelines import pipeline, unread
-from pipelines.config import load
-from pipelines.experiment import ExperimentConfig, train_node
+from pipelines.config import ExperimentConfig, train_node
+from pipelines.loading import load
 from pipelines.unread import without_effect
 
 FULL = "full_multidim.py"

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelines.config import load, stage_model_config
+from pipelines.config import stage_model_config
+from pipelines.loading import load
 from spn import footprint
 from spn.footprint import MOST, TILE, batch_bytes, decoder_bytes, largest_batch
 from spn.gpu.fused import FusedDecoder

@@ -15,7 +15,8 @@ import torch
 
 from benchmarks.constant_memory import experiment
 from benchmarks.race import VARIANTS
-from pipelines.config import load, stage_model_config, stage_train_config
+from pipelines.config import stage_model_config, stage_train_config
+from pipelines.loading import load
 from spn import training_memory as counting
 from spn.model import SPN, SPNConfig
 from spn.optimizers import make_optimizer
