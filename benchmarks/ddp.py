@@ -34,9 +34,10 @@ from pipelines.loading import load
 from pipelines.nodes.batches import BatchPlan, batch_plan
 from pipelines.nodes.parallel import make_forward, sum_over_workers
 from spn.bitdepth import stage_values
+from spn.config import SPNConfig, TrainConfig
 from spn.evaluation import bits_per_dim, image_nats, scored_slices
-from spn.model import SPN, SPNConfig
-from spn.training import Batch, TrainConfig, TrainState, fit, train_step
+from spn.model import SPN
+from spn.training import Batch, TrainState, fit, train_step
 
 PHOTOS = Path(__file__).resolve().parents[1] / "data_prep" / "demo_photos"
 NUM_CROPS, NUM_VALID = 4096, 32

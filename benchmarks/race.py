@@ -29,10 +29,11 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from spn.config import DecoderConfig, EmbedderConfig, SPNConfig, TrainConfig
 from spn.evaluation import bits_per_dim, image_nats
 from spn.gpu.compiling import compile_network
-from spn.model import SPN, DecoderConfig, EmbedderConfig, SPNConfig
-from spn.training import Batch, TrainConfig, TrainState, bits_per_dim_estimate, train_step
+from spn.model import SPN
+from spn.training import Batch, TrainState, bits_per_dim_estimate, train_step
 
 HELD_OUT = 0.1  # of the training images, with --tune
 COMMON = dict(batch_size=64, precision="bfloat16", polyak_warmup=True, horizontal_flip=True)

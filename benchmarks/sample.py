@@ -28,8 +28,9 @@ if __name__ == "__main__":
 
 from pipelines.config import ExperimentConfig, stage_model_config, stage_names
 from pipelines.loading import load
-from spn.model import SPN, SPNConfig
-from spn.sampling import PRECISIONS, sample_stage, uniforms
+from spn.config import PRECISIONS, SPNConfig
+from spn.model import SPN
+from spn.sampling import sample_stage, uniforms
 
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s, data sheet
 

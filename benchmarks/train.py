@@ -24,10 +24,11 @@ if __name__ == "__main__":
 
 from pipelines.config import stage_model_config, stage_train_config
 from pipelines.loading import load
+from spn.config import SPNConfig, TrainConfig
 from spn.gpu.compiling import compile_network
 from spn.gpu.flops import peak_flops, training_flops
-from spn.model import SPN, SPNConfig
-from spn.training import Batch, TrainConfig, TrainState, train_step
+from spn.model import SPN
+from spn.training import Batch, TrainState, train_step
 
 
 def main() -> None:

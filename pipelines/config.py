@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from data_prep.config import DataConfig
 from data_prep.files import UserError
 from pipelines.nodes.batches import BatchPlan, batch_plan, gpu_batch_plan
-from spn.model import STAGES, DecoderConfig, EmbedderConfig, SPNConfig
-from spn.sampling import PRECISIONS
-from spn.training import TrainConfig
+from spn.config import PRECISIONS, STAGES, DecoderConfig, EmbedderConfig, SPNConfig, TrainConfig
 
 if TYPE_CHECKING:
     from pipelines.nodes.own_images import OwnImages

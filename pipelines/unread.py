@@ -22,7 +22,7 @@ from pipelines.config import (
     stage_train_config,
     train_node,
 )
-from spn.training import TrainConfig
+from spn.config import TrainConfig
 
 ANEW = "; another value of it makes another training all the same"
 

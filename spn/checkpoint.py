@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spn.model import SPN, DecoderConfig, EmbedderConfig, SPNConfig
+from spn.config import DecoderConfig, EmbedderConfig, SPNConfig
+from spn.model import SPN
 
 CONFIG, MODEL, EMA, TRAINER = "config.json", "model.safetensors", "ema.safetensors", "trainer.pt"
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from spn.config import SPNConfig
 from spn.gpu.fused import FusedDecoder
 from spn.meta import AsOnGPU, peak_bytes, sum_bytes, usable_bytes
-from spn.model import SPN, SPNConfig
+from spn.model import SPN
 from spn.sampling import EMBEDDED_AT_ONCE
 
 IMAGE_TENSORS = 8  # of 8 bytes a value, that drawing a chain keeps: uniform numbers, known values, both also in slices

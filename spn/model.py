@@ -5,14 +5,13 @@ B batch, H W image, S scaling factor (S * S slices), h w slice (h = H/S), V valu
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spn.config import DecoderConfig, EmbedderConfig, SPNConfig
 from spn.layers import (
     AttentionStack,
     GatedPixelCNNLayer,
@@ -31,112 +30,6 @@ from spn.layers import (
 )
 from spn.modern import CausalStem, GroupNorm, ModernLayer, ModernStack
 from spn.ordering import image_to_slices, slot_sources
-
-RECIPES = ("paper", "modern")
-STAGES = ("baseline", "first_slice", "size_upscale", "depth_upscale")
-
-
-def _positive(owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
-
-
-def _check_sizes(own: DecoderConfig | EmbedderConfig, num_layers: str) -> None:
-    """What decoder and embedder have in common; `num_layers` names the field of the convolutional part."""
-    _positive(own, num_layers, "conv_channels", "residual_channels", "num_attn_heads", "attn_head_dim")
-    _positive(own, "num_memory_rows")
-    if own.num_attn_layers < 0:
-        raise ValueError(f"num_attn_layers is {own.num_attn_layers}; it must be at least 0")
-    if own.num_attn_heads * own.attn_head_dim % 2:
-        width = f"num_attn_heads {own.num_attn_heads} * attn_head_dim {own.attn_head_dim}"
-        raise ValueError(f"attention width is {width}; it must be even, half sines and half cosines of the position")
-    if not 0 <= own.dropout < 1:
-        raise ValueError(f"dropout is {own.dropout}; it must be at least 0 and below 1")
-    if own.recipe not in RECIPES:
-        raise ValueError(f"recipe is {own.recipe!r}; it must be one of {', '.join(RECIPES)}")
-    if own.recipe == "modern" and own.attn_head_dim % 4:
-        raise ValueError(f"attn_head_dim is {own.attn_head_dim}; with recipe modern it must be a multiple of 4")
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Masked 1D self-attention followed by a Gated PixelCNN (table 4, "Decoder")."""
-
-    num_layers: int = 15  # gated PixelCNN layers
-    conv_channels: int = 256
-    residual_channels: int = 1280
-    num_attn_layers: int = 8
-    num_attn_heads: int = 10
-    attn_head_dim: int = 128  # channels a head; attention width = heads * channels a head
-    num_memory_rows: int = 1280  # learned key/value rows of parameter attention
-    dropout: float = 0.0
-    recipe: str = "paper"  # modern: blocks of spn/modern.py; num_memory_rows is then the feed-forward layer's units
-
-    def __post_init__(self) -> None:
-        _check_sizes(self, "num_layers")
-
-
-@dataclass(frozen=True)
-class EmbedderConfig:
-    """Self-attention, then residual convolution blocks, over the preceding slices (table 4, "Slice Embedder")."""
-
-    num_conv_layers: int = 5
-    conv_channels: int = 256
-    residual_channels: int = 1024
-    num_attn_layers: int = 6
-    num_attn_heads: int = 4
-    attn_head_dim: int = 64
-    num_memory_rows: int = 1280
-    dropout: float = 0.0
-    recipe: str = "paper"  # modern: blocks of spn/modern.py; num_memory_rows is then the feed-forward layer's units
-
-    def __post_init__(self) -> None:
-        _check_sizes(self, "num_conv_layers")
-
-
-@dataclass(frozen=True)
-class SPNConfig:
-    """One separately trained network of the chain."""
-
-    stage: str  # baseline | first_slice | size_upscale | depth_upscale | depth_upscale_<d>
-    image_size: int  # H = W of the full image
-    scaling_factor: int  # S: the image is cut into S * S slices
-    num_bits: int  # bits a channel that this stage generates
-    num_given_bits: int = 0  # more significant bits it is conditioned on (depth upscaling)
-    decoder: DecoderConfig = field(default_factory=DecoderConfig)
-    embedder: EmbedderConfig | None = None  # None: decoder alone (baseline, first_slice)
-
-    def __post_init__(self) -> None:
-        if self.stage not in STAGES and not re.fullmatch(r"depth_upscale_[1-8]", self.stage):
-            raise ValueError(f"stage is {self.stage!r}; it must be one of {', '.join(STAGES)}, depth_upscale_<bits>")
-        _positive(self, "image_size", "scaling_factor", "num_bits")
-        if self.image_size % self.scaling_factor:
-            raise ValueError(
-                f"image_size is {self.image_size}; scaling_factor {self.scaling_factor} does not divide it"
-            )
-        if self.num_given_bits < 0 or self.num_given_bits + self.num_bits > 8:
-            total = f"{self.num_given_bits} given + {self.num_bits} generated"
-            raise ValueError(f"bits are {total}; together they must be between 1 and 8")
-        if self.embedder is None and (self.num_given_bits or self.stage.startswith(("size", "depth"))):
-            raise ValueError(f"embedder is None; stage {self.stage} reads earlier slices or high bits and needs one")
-        if self.stage.startswith("depth") and not self.num_given_bits:
-            raise ValueError(f"num_given_bits is 0; stage {self.stage} needs high bits to add to")
-        if self.stage == "baseline" and self.scaling_factor != 1:
-            raise ValueError(f"scaling_factor is {self.scaling_factor}; the baseline generates the whole image, with 1")
-
-    @property
-    def slice_size(self) -> int:
-        return self.image_size // self.scaling_factor
-
-    @property
-    def num_slices(self) -> int:
-        return self.scaling_factor**2
-
-    @property
-    def num_values(self) -> int:
-        return 2**self.num_bits
 
 
 def attention_stack(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from spn.config import TrainConfig
 from spn.layers import ParameterAttention, SelfAttention
 from spn.modern import ModernLayer
-
-if TYPE_CHECKING:
-    from spn.training import TrainConfig
 
 
 class TFRMSProp(torch.optim.Optimizer):

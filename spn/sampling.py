@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from spn.bitdepth import join_depth
-from spn.decoding import decode_slice, prepare
-from spn.draws import Draws
-from spn.model import SPN, SPNConfig
+from spn.config import PRECISIONS, SPNConfig
+from spn.decoding import Draws, decode_slice, prepare
+from spn.model import SPN
 from spn.ordering import image_to_slices, slices_to_image
 
 
@@ -40,7 +40,7 @@ def uniforms(seed: int, *, stage: str, images: Sequence[int | str], image_size: 
 
 
 Decode = Callable[..., Tensor]  # (context, draws, *, on_row): values [B, 3, h, w] of a slice
-PRECISIONS = ("float32", "bfloat16")
+
 EMBEDDED_AT_ONCE = 64  # images; enough to fill a GPU, so that its memory is left to the decoder's caches
 
 

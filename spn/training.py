@@ -10,97 +10,15 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spn.gpu.compiling import MODES
-from spn.model import SPN, SPNConfig, nll_nats
+from spn.config import SPNConfig, TrainConfig
+from spn.model import SPN, nll_nats
 from spn.optimizers import make_optimizer
-
-OPTIMIZERS = ("rmsprop", "adamw", "muon")
-SCHEDULES = ("piecewise", "cosine", "linear")
-SLICES = ("all", "first")
-PRECISIONS = ("float32", "bfloat16")
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """Defaults are the paper's (table 4, ImageNet 64)."""
-
-    num_steps: int = 200_000
-    batch_size: int = 2048  # slices an optimiser step, over all workers and accumulated micro-batches
-    micro_batch_size: int | None = None  # most slices a worker holds at once; None: its share of the batch
-    optimizer: str = "rmsprop"  # TensorFlow's RMSProp; adamw; muon (matrices; adamw for all else)
-    learning_rate: float = 1e-4
-    schedule: str = "piecewise"
-    lr_boundaries: list[int] = field(default_factory=list)  # steps at which the rate drops
-    lr_values: list[float] = field(default_factory=list)  # the rate from each boundary on
-    warmup_steps: int = 0  # linear, both schedules
-    momentum: float = 0.9  # adamw: beta1
-    decay: float = 0.95  # of the mean square; adamw: beta2
-    epsilon: float = 1e-8
-    adamw_learning_rate: float = 1.5e-3  # muon only: of what is no matrix
-    cooldown: float = 0.6  # linear schedule: the last share of the steps, over which the rate falls to zero
-    weight_decay: float = 0.0  # adamw and muon
-    grad_clip: float | None = None  # global norm; None: no clipping
-    polyak_decay: float = 0.9999
-    polyak_warmup: bool = False  # min(polyak_decay, (1 + n) / (10 + n)) at step n
-    slices: str = "all"  # first_slice stage: train on slice (0, 0) only ("first") or on all meta-positions
-    horizontal_flip: bool = False
-    precision: str = "float32"  # bfloat16: matrix products only; weights, softmax and loss stay float32
-    compile: bool = False  # torch.compile: about a minute at the start, much faster steps on a GPU
-    compile_mode: str = "default"  # tuned, max_autotune: the compiler tries out more at the start, for minutes
-    recompute_activations: bool = False  # fit a larger micro-batch: a third more work, a fraction of the memory
-    init_from: str | None = None  # path or URI of a checkpoint folder whose averaged weights training starts from
-    eval_every_steps: int = 1000
-    num_valid_images: int | None = None  # a fixed seeded set; None: all of the validation split
-    checkpoint_every_steps: int = 1000
-    log_every_steps: int = 50
-
-    def __post_init__(self) -> None:
-        _one_of("optimizer", self.optimizer, OPTIMIZERS)
-        _one_of("schedule", self.schedule, SCHEDULES)
-        _one_of("slices", self.slices, SLICES)
-        _one_of("precision", self.precision, PRECISIONS)
-        _one_of("compile_mode", self.compile_mode, list(MODES))
-        for name in ("num_steps", "batch_size", "eval_every_steps", "checkpoint_every_steps", "log_every_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("micro_batch_size", "num_valid_images"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1, or null")
-        for name, rate in (("learning_rate", self.learning_rate), *(("lr_values", rate) for rate in self.lr_values)):
-            if not 0 < rate < math.inf:
-                raise ValueError(f"{name} is {rate}; it must be above 0")
-        if len(self.lr_boundaries) != len(self.lr_values):
-            raise ValueError(f"lr_values has {len(self.lr_values)} rates for {len(self.lr_boundaries)} lr_boundaries")
-        if sorted(set(self.lr_boundaries)) != list(self.lr_boundaries):
-            raise ValueError(f"lr_boundaries is {list(self.lr_boundaries)}; steps must increase")
-        if self.lr_boundaries and (self.schedule != "piecewise" or self.lr_boundaries[0] < 0):
-            raise ValueError(f"lr_boundaries is {list(self.lr_boundaries)}; it holds steps of a piecewise schedule")
-        for name in ("momentum", "decay", "polyak_decay"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
-        if not 0 < self.cooldown <= 1:
-            raise ValueError(f"cooldown is {self.cooldown}; it must be above 0 and at most 1")
-        for name in ("epsilon", "weight_decay", "warmup_steps", "adamw_learning_rate"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
-        if self.grad_clip is not None and self.grad_clip <= 0:
-            raise ValueError(f"grad_clip is {self.grad_clip}; it must be above 0, or null")
-        if self.checkpoint_every_steps % self.eval_every_steps:
-            raise ValueError(
-                f"checkpoint_every_steps is {self.checkpoint_every_steps}; it must be a multiple of eval_every_steps "
-                f"{self.eval_every_steps}, so that every checkpoint has a validation score"
-            )
-
-
-def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from spn.config import SPNConfig, TrainConfig
 from spn.evaluation import EVAL_BATCH
 from spn.meta import AsOnGPU, peak_bytes, sum_bytes
-from spn.model import SPN, SPNConfig, nll_nats, recompute_activations
+from spn.model import SPN, nll_nats, recompute_activations
 from spn.optimizers import make_optimizer
-from spn.training import TrainConfig
 
 # What a GPU holds of the passes as counted: the most that was measured on an H200 (benchmarks/results/), in bfloat16,
 # by recipe where compiled. Compiled float32 was not measured: as counted.

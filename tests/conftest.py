@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spn.model import SPN, DecoderConfig, EmbedderConfig, SPNConfig
+from spn.config import DecoderConfig, EmbedderConfig, SPNConfig
+from spn.model import SPN
 from spn.modern import GroupNorm
 
 # Ray stays on loopback, without telemetry and tokens. It reads some of these on import, so they are set before; its

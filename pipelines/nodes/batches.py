@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from data_prep.files import UserError
+from spn.config import SPNConfig, TrainConfig
 from spn.meta import bytes_to_have, usable_bytes
-from spn.model import SPNConfig
-from spn.training import TrainConfig
 
 GIB = 2**30
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from data_prep.files import Store, UserError
-from spn.model import SPNConfig
+from spn.config import SPNConfig
 
 if TYPE_CHECKING:
     from pipelines.config import NodeResources

@@ -26,7 +26,8 @@ from pipelines.dag.node import NodeOutput
 from pipelines.nodes.chunk_size import free_gpu_bytes, refusal
 from pipelines.nodes.pictures import display, png
 from pipelines.nodes.trained import load_stage_configs, load_stages
-from spn.model import SPN, SPNConfig
+from spn.config import SPNConfig
+from spn.model import SPN
 from spn.ordering import image_to_slices
 from spn.sampling import Decode, rows_to_sample, sample_chain
 

@@ -21,9 +21,8 @@ from pipelines.nodes.inputs import log_split, split_digest
 from pipelines.nodes.trained import checkpoint_uri, load_stages
 from pipelines.registry import StageModel
 from spn.bitdepth import stage_values
-from spn.evaluation import bits_per_dim, chain_nats, image_nats
-from spn.histogram import Histogram, raw_entropy_bits
-from spn.model import SPNConfig
+from spn.config import SPNConfig
+from spn.evaluation import Histogram, bits_per_dim, chain_nats, image_nats, raw_entropy_bits
 
 RESULTS, PER_IMAGE = "results.json", "per_image.parquet"
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from spn.bitdepth import to_display
-from spn.model import SPNConfig
+from spn.config import SPNConfig
 
 MARGIN = 2  # pixels between images of a grid
 UNKNOWN = 128  # gray of what is not generated yet

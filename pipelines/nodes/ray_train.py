@@ -34,10 +34,11 @@ from pipelines.dag.node import NodeContext
 from pipelines.nodes.parallel import make_forward, sum_over_workers
 from spn.bitdepth import stage_values
 from spn.checkpoint import CONFIG, EMA, check_start, load_trainer, load_weights, save_checkpoint, start_weights
+from spn.config import SPNConfig, TrainConfig
 from spn.evaluation import EVAL_BATCH, bits_per_dim, image_nats, scored_slices
 from spn.gpu.flops import peak_flops, training_flops
-from spn.model import SPN, SPNConfig, recompute_activations
-from spn.training import Batch, TrainConfig, TrainState, fit
+from spn.model import SPN, recompute_activations
+from spn.training import Batch, TrainState, fit
 
 if TYPE_CHECKING:  # types only: rules of the configuration do not change what is trained
     from pipelines.config import NodeResources

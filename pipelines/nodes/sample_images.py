@@ -13,7 +13,7 @@ from pipelines.nodes.chunk_size import settle
 from pipelines.nodes.drawing import Job, chunks_of, draw, read_chunks
 from pipelines.nodes.pictures import UNKNOWN, animation, display, generation_frames, png, side_by_side
 from pipelines.nodes.trained import load_stage_configs
-from spn.model import SPNConfig
+from spn.config import SPNConfig
 
 if TYPE_CHECKING:
     from pipelines.nodes.own_images import OwnImages

@@ -9,7 +9,8 @@ from pathlib import Path
 from data_prep.files import join, open_store
 from pipelines.dag.node import NodeOutput
 from spn.checkpoint import CONFIG, EMA, load_config, load_model
-from spn.model import SPN, SPNConfig
+from spn.config import SPNConfig
+from spn.model import SPN
 
 
 def load_stages(inputs: Mapping[str, NodeOutput], stages: Sequence[str], *, device: str) -> dict[str, SPN]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from spn.config import SPNConfig
 from spn.layers import GatedPixelCNNLayer, MaskedLinear
-from spn.model import SPN, SPNConfig
+from spn.model import SPN
 
 # bfloat16 products that large matrices reach in torch; data sheets say up to a quarter more.
 PEAK_FLOPS = {"H100": 790e12, "H200": 790e12}

@@ -19,8 +19,8 @@ from pipelines.loading import load
 from pipelines.nodes.batches import GIB, BatchPlan, batch_plan
 from pipelines.nodes.ray_train import check_memory
 from pipelines.pipeline import nodes
+from spn.config import TrainConfig
 from spn.meta import usable_bytes
-from spn.training import TrainConfig
 from spn.training_memory import TrainingMemory, training_memory
 
 STAGE, NODE = "size_upscale", "train_size_upscale"

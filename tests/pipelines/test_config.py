@@ -25,8 +25,8 @@ from pipelines.config import (
 )
 from pipelines.loading import load, outdone, resolve_storage, to_yaml
 from pipelines.pipeline import nodes
-from spn import sampling, training
-from spn.model import RECIPES
+from spn import config
+from spn.config import RECIPES
 
 FULL_CHAIN = ["first_slice", "size_upscale", "depth_upscale"]
 
@@ -472,11 +472,11 @@ CHOICES = {
     "data.split": SPLIT_RULES,
     "model.decoder.recipe": RECIPES,
     "model.embedder.recipe": RECIPES,
-    "train.optimizer": training.OPTIMIZERS,
-    "train.schedule": training.SCHEDULES,
-    "train.slices": training.SLICES,
-    "train.precision": training.PRECISIONS,
-    "sample.precision": sampling.PRECISIONS,
+    "train.optimizer": config.OPTIMIZERS,
+    "train.schedule": config.SCHEDULES,
+    "train.slices": config.SLICES,
+    "train.precision": config.PRECISIONS,
+    "sample.precision": config.PRECISIONS,
     "sample.use": USES,
 }
 

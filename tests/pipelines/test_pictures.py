@@ -15,7 +15,7 @@ from PIL import Image
 
 from pipelines.nodes.pictures import UNKNOWN, after_stages, animation, display, generation_frames, grid, side_by_side
 from spn.bitdepth import to_display
-from spn.model import SPNConfig
+from spn.config import SPNConfig
 from spn.sampling import sample_chain
 
 

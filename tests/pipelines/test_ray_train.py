@@ -20,9 +20,10 @@ from data_prep.files import UserError
 from pipelines.nodes import ray_train
 from pipelines.nodes.batches import BatchPlan
 from spn.checkpoint import save_checkpoint
-from spn.model import SPN, SPNConfig
+from spn.config import SPNConfig, TrainConfig
+from spn.model import SPN
 from spn.ordering import image_to_slices
-from spn.training import Batch, TrainConfig
+from spn.training import Batch
 
 BATCH, SIDE = 8, 4
 

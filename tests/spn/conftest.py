@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spn.config import TrainConfig
 from spn.layers import GatedPixelCNNLayer, channel_groups, rgb_mask
 from spn.model import SPN
-from spn.training import Batch, TrainConfig, TrainState
+from spn.training import Batch, TrainState
 
 
 def mask_b_on_first_layer(model: SPN) -> None:

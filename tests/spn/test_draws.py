@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spn.decoding import decode_slice, prepare
-from spn.draws import Draws, pick
+from spn.decoding import Draws, decode_slice, pick, prepare
 from spn.sampling import sample_slice_slowly, uniforms
 
 NUM = 20_011

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from spn.checkpoint import save_checkpoint, start_weights
+from spn.config import TrainConfig
 from spn.gpu.compiling import MODES, compile_network
 from spn.model import SPN, nll_nats, recompute_activations
-from spn.training import TrainConfig, TrainState
+from spn.training import TrainState
 
 
 def loss_and_gradients(model: SPN, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:

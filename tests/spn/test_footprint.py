@@ -15,10 +15,11 @@ import torch
 from pipelines.config import stage_model_config
 from pipelines.loading import load
 from spn import footprint
+from spn.config import SPNConfig
 from spn.footprint import MOST, TILE, batch_bytes, decoder_bytes, largest_batch
 from spn.gpu.fused import FusedDecoder
 from spn.meta import CODE_BYTES, KEPT_BACK
-from spn.model import SPN, SPNConfig
+from spn.model import SPN
 from spn.sampling import EMBEDDED_AT_ONCE, sample_stage, uniforms
 
 MEASURED = sorted((Path(__file__).parents[2] / "benchmarks/results/sample").glob("*.json"))

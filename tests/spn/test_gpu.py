@@ -11,12 +11,13 @@ import math
 import pytest
 import torch
 
+from spn.config import TrainConfig
 from spn.decoding import incremental_logits
 from spn.gpu.compiling import compile_network
 from spn.layers import IntensityEmbedding
 from spn.model import SPN, nll_nats
 from spn.sampling import sample_chain
-from spn.training import Batch, NonFiniteLoss, TrainConfig, TrainState, fit, train_step
+from spn.training import Batch, NonFiniteLoss, TrainState, fit, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spn.model import SPN, DecoderConfig, EmbedderConfig, SPNConfig, nll_nats, parameter_counts
+from spn.config import DecoderConfig, EmbedderConfig, SPNConfig
+from spn.model import SPN, nll_nats, parameter_counts
 from spn.ordering import image_to_slices, slices_to_image, slot_offsets
 
 SHAPE = dict(size_upscale=dict(num_bits=2), depth_upscale=dict(num_bits=2, num_given_bits=3))

@@ -10,9 +10,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from spn.config import TrainConfig
 from spn.model import SPN
 from spn.optimizers import Muon, Together, make_optimizer, orthogonalised
-from spn.training import Batch, TrainConfig, TrainState, learning_rate, train_step
+from spn.training import Batch, TrainState, learning_rate, train_step
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (4, 12), (20, 5), (3, 6, 9)])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spn import sampling
 from spn.bitdepth import reduce_depth, split_depth
-from spn.draws import Draws
+from spn.decoding import Draws
 from spn.evaluation import chain_nats, image_nats
 from spn.model import SPN
 from spn.ordering import image_to_slices, slices_to_image

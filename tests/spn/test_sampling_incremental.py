@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from spn import decoding
-from spn.decoding import decode_slice, incremental_logits, prepare
-from spn.draws import Draws
+from spn.decoding import Draws, decode_slice, incremental_logits, prepare
 from spn.evaluation import image_nats
 from spn.model import SPN
 from spn.sampling import sample_stage, uniforms

@@ -13,18 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from spn import training
+from spn.config import TrainConfig
 from spn.evaluation import bits_per_dim, image_nats
 from spn.model import nll_nats
-from spn.training import (
-    Batch,
-    NonFiniteLoss,
-    TrainConfig,
-    TrainState,
-    bits_per_dim_estimate,
-    fit,
-    part_of_image,
-    train_step,
-)
+from spn.training import Batch, NonFiniteLoss, TrainState, bits_per_dim_estimate, fit, part_of_image, train_step
 
 STAGES = [("baseline", 1), ("first_slice", 2), ("size_upscale", 2), ("depth_upscale", 2)]
 

@@ -13,14 +13,10 @@ import pytest
 import torch
 
 from spn.checkpoint import load_trainer, load_weights, save_checkpoint
+from spn.config import TrainConfig
 from spn.evaluation import image_nats
 from spn.model import SPN, nll_nats
-from spn.training import (
-    Batch,
-    TrainConfig,
-    TrainState,
-    fit,
-)
+from spn.training import Batch, TrainState, fit
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
 

@@ -18,9 +18,9 @@ from benchmarks.race import VARIANTS
 from pipelines.config import stage_model_config, stage_train_config
 from pipelines.loading import load
 from spn import training_memory as counting
-from spn.model import SPN, SPNConfig
+from spn.config import SPNConfig, TrainConfig
+from spn.model import SPN
 from spn.optimizers import make_optimizer
-from spn.training import TrainConfig
 from spn.training_memory import TrainingMemory, training_memory
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"

@@ -12,14 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from spn.config import TrainConfig
 from spn.optimizers import TFRMSProp, make_optimizer
-from spn.training import (
-    Polyak,
-    TrainConfig,
-    TrainState,
-    learning_rate,
-    train_step,
-)
+from spn.training import Polyak, TrainState, learning_rate, train_step
 
 STAGES = [("baseline", 1), ("first_slice", 2), ("size_upscale", 2), ("depth_upscale", 2)]
 
