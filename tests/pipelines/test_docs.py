@@ -12,7 +12,7 @@ from pipelines.config import stage_model_config, stage_names
 from pipelines.loading import load
 
 ROOT = Path(__file__).parents[2]
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_configuration_for_own_photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,10 +37,25 @@ def test_overrides_of_the_recipe_page() -> None:
         assert {part.recipe for part in (found.decoder, found.embedder) if part} == {"modern"}
 
 
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_links_and_scripts_exist(page: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_exist(page: Path) -> None:
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / target).exists(), target
-    for path in re.findall(r"\b((?:pipelines|data_prep|tests|benchmarks|docs)/[\w/]+\.\w+)", text):
+    for path in re.findall(r"\b((?:spn|pipelines|data_prep|tests|benchmarks|docs)/[\w/]+\.\w+)", text):
         assert (ROOT / path).exists(), path
+
+
+def test_readme_is_short_and_its_tree_is_the_projects() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 130
+    folder, found = Path(), 0
+    for line in re.findall(r"^ {4}\S.*/ .*\n(?: {4,6}\S.*\n)+", text, re.MULTILINE)[-1].splitlines():
+        names = re.split(r" {3,}", line.strip())[0].split()
+        inside = line.startswith(" " * 6)
+        folder = folder if inside else ROOT / names[0]
+        for name in names:
+            path = (folder if inside else ROOT) / name
+            assert path.exists() or path.with_suffix(".py").exists(), name
+            found += 1
+    assert found > 30
