@@ -42,7 +42,7 @@ def test_links_and_files_exist(page: Path) -> None:
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / target).exists(), target
-    for path in re.findall(r"\b((?:spn|pipelines|data_prep|tests|benchmarks|docs)/[\w/]+\.\w+)", text):
+    for path in re.findall(r"(?<![\w/])((?:spn|pipelines|data_prep|tests|benchmarks|docs)/[\w/]+\.\w+)", text):
         assert (ROOT / path).exists(), path
 
 
