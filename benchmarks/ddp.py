@@ -31,8 +31,7 @@ if __name__ == "__main__":
 
 from pipelines.config import stage_model_config, stage_train_config
 from pipelines.loading import load
-from pipelines.nodes.batches import BatchPlan, batch_plan
-from pipelines.nodes.parallel import make_forward, sum_over_workers
+from pipelines.nodes.parallel import make_forward, micro_batch_size, sum_over_workers
 from spn.bitdepth import stage_values
 from spn.config import SPNConfig, TrainConfig
 from spn.evaluation import bits_per_dim, image_nats, scored_slices
@@ -128,9 +127,10 @@ def work(rank: int, job: Job, num_workers: int, folder: str) -> None:
 def speed(job: Job, images: torch.Tensor, rank: int, num_workers: int) -> dict[str, Any]:
     """Whole optimiser steps at the preset's global batch; batches are made before the clock starts."""
     config = dataclasses.replace(job.train, batch_size=job.speed_batch)
-    plan = batch_plan(config, num_workers)
+    share = config.batch_size // num_workers
+    size = micro_batch_size(share, most=config.micro_batch_size)
     state, forward = start(job.model, config, images.device, seed=job.seed)
-    steps = list(batches(job, plan, images, rank, num_steps=job.speed_steps + 1))
+    steps = list(batches(job, config.batch_size, share, size, images, rank, num_steps=job.speed_steps + 1))
     began = time.perf_counter()
     train_step(state, steps[0], config=config, forward=forward)
     together(images.device)
@@ -141,10 +141,10 @@ def speed(job: Job, images: torch.Tensor, rank: int, num_workers: int) -> dict[s
     together(images.device)
     seconds = (time.perf_counter() - began) / job.speed_steps
     return {
-        "batch_size": plan.batch_size,
-        "micro_batch_size": plan.micro_batch_size,
-        "accumulation": plan.accumulation,
-        "slices_per_sec": plan.batch_size / seconds,
+        "batch_size": config.batch_size,
+        "micro_batch_size": size,
+        "accumulation": share // size,
+        "slices_per_sec": config.batch_size / seconds,
         "step_sec": seconds,
         "first_step_sec": warm,
     }
@@ -153,7 +153,8 @@ def speed(job: Job, images: torch.Tensor, rank: int, num_workers: int) -> dict[s
 def curve(job: Job, images: torch.Tensor, rank: int, num_workers: int) -> dict[str, Any]:
     """The training loop: bits/dim as the pipeline logs them, and at the end on held-out crops."""
     config = job.train
-    plan = batch_plan(config, num_workers)
+    share = config.batch_size // num_workers
+    size = micro_batch_size(share, most=config.micro_batch_size)
     state, forward = start(job.model, config, images.device, seed=job.seed)
     valid = images[-NUM_VALID:].long()
     logged: list[dict[str, float]] = []
@@ -173,7 +174,7 @@ def curve(job: Job, images: torch.Tensor, rank: int, num_workers: int) -> dict[s
     fit(
         state,
         config=config,
-        batches=batches(job, plan, images, rank, num_steps=config.num_steps),
+        batches=batches(job, config.batch_size, share, size, images, rank, num_steps=config.num_steps),
         forward=forward,
         evaluate=evaluate,
         on_log=on_log,
@@ -181,9 +182,9 @@ def curve(job: Job, images: torch.Tensor, rank: int, num_workers: int) -> dict[s
         sum_over_workers=sum_over_workers,
     )
     return {
-        "batch_size": plan.batch_size,
-        "micro_batch_size": plan.micro_batch_size,
-        "accumulation": plan.accumulation,
+        "batch_size": config.batch_size,
+        "micro_batch_size": size,
+        "accumulation": share // size,
         "train": logged,
         "valid_bits_per_dim": scores[-1],
     }
@@ -196,19 +197,20 @@ def start(model_config: SPNConfig, config: TrainConfig, device: torch.device, *,
     return TrainState.create(model, config), make_forward(model, compiled=config.compile, mode=config.compile_mode)
 
 
-def batches(job: Job, plan: BatchPlan, images: torch.Tensor, rank: int, *, num_steps: int) -> Iterator[list[Batch]]:
+def batches(
+    job: Job, batch_size: int, share: int, size: int, images: torch.Tensor, rank: int, *, num_steps: int
+) -> Iterator[list[Batch]]:
     """Worker r of n gets rows [r G/n, (r+1) G/n) of each global batch of G rows, as in the pipeline."""
     draws = np.random.default_rng(job.seed)
-    share = plan.micro_batch_size * plan.accumulation
     for step in range(num_steps):
-        rows = draws.integers(len(images) - NUM_VALID, size=plan.batch_size)
-        targets = draws.integers(job.model.num_slices, size=plan.batch_size)
+        rows = draws.integers(len(images) - NUM_VALID, size=batch_size)
+        targets = draws.integers(job.model.num_slices, size=batch_size)
         micro_batches = []
-        for begin in range(rank * share, (rank + 1) * share, plan.micro_batch_size):
-            mine = slice(begin, begin + plan.micro_batch_size)
+        for begin in range(rank * share, (rank + 1) * share, size):
+            mine = slice(begin, begin + size)
             values, given = values_of(job.model, images[torch.from_numpy(rows[mine]).to(images.device)].long())
             index = torch.from_numpy(targets[mine]).to(images.device)
-            keys, dropout_seed = [f"step {step}, row {begin}"], step * plan.batch_size + begin
+            keys, dropout_seed = [f"step {step}, row {begin}"], step * batch_size + begin
             micro_batches.append(Batch(values, index, given, keys, dropout_seed))
         yield micro_batches
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from data_prep.config import DataConfig
 from data_prep.files import UserError
-from pipelines.nodes.batches import BatchPlan, batch_plan, gpu_batch_plan
 from spn.config import PRECISIONS, STAGES, DecoderConfig, EmbedderConfig, SPNConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class EvaluateConfig:
 @dataclass(frozen=True)
 class SampleConfig:
     num_images: int = 16
-    batch_size: int | None = None  # images drawn at once; None: what fits the GPU, or 16 on a CPU (chunk_size.py)
+    batch_size: int | None = None  # images drawn at once; None: what fits the GPU, or 16 on a CPU
     seed: int = 0
     temperature: dict[str, float] = field(default_factory=dict)  # by stage, divides the logits; 1.0 where not named
     top_p: dict[str, float] = field(default_factory=dict)  # by stage, mass of the nucleus drawn from; all if not named
@@ -98,7 +97,6 @@ class NodeResources:
     cpus_per_worker: float = 1.0  # in per_node of another node: CPUs of that node (prepare_data: of each shard)
     use_gpu: bool = False
     gpus_per_worker: float = 1.0  # only with use_gpu
-    gpu_memory_gib: float | None = None  # of a GPU that trains: micro-batches are what fits. None: no limit is known
     num_to_keep: int = 2  # checkpoints kept beside the best
     max_failures: int = 3  # times a node starts again after a fault of the infrastructure; its own errors end it
     retry_wait_sec: float = 5.0  # before the first of these; doubles from time to time
@@ -109,8 +107,6 @@ class NodeResources:
         for name in ("cpus_per_worker", "gpus_per_worker"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if self.gpu_memory_gib is not None and not 0 < self.gpu_memory_gib < math.inf:
-            raise ValueError(f"gpu_memory_gib is {self.gpu_memory_gib}; it must be above 0, or null")
         if not 0 <= self.retry_wait_sec < math.inf:
             raise ValueError(f"retry_wait_sec is {self.retry_wait_sec}; it must be at least 0")
 
@@ -317,14 +313,13 @@ def settable_resources(node: str) -> tuple[str, ...]:
     if node.startswith(train_node("")):
         return tuple(f.name for f in dataclasses.fields(NodeResources))
     if _has_workers(node):
-        of_training = ("num_to_keep", "gpu_memory_gib")
-        return tuple(f.name for f in dataclasses.fields(NodeResources) if f.name not in of_training)
+        return tuple(f.name for f in dataclasses.fields(NodeResources) if f.name != "num_to_keep")
     return (*every_node, "use_gpu", "gpus_per_worker") if node == "evaluate" else every_node
 
 
 def _lacks(key: str) -> str:
     """What a node is without for which `key` is not settable."""
-    lacks = {"num_workers": "has no workers", "num_to_keep": "keeps no checkpoints", "gpu_memory_gib": "trains nothing"}
+    lacks = {"num_workers": "has no workers", "num_to_keep": "keeps no checkpoints"}
     return lacks.get(key, "uses no GPU")
 
 
@@ -368,24 +363,6 @@ def _replaced(value: T, changes: Mapping[str, Any]) -> T:
             name: _replaced(getattr(value, name), new) if isinstance(new, Mapping) else new
             for name, new in changes.items()
         },
-    )
-
-
-def stage_batch_plan(config: ExperimentConfig, stage: str) -> BatchPlan:
-    """How a stage's batches are shared. On a GPU memory is counted first, which takes seconds.
-
-    Raises UserError where resources.gpu_memory_gib is not enough for one slice.
-    """
-    train, resources = stage_train_config(config, stage), node_resources(config, train_node(stage))
-    if not resources.use_gpu:
-        return batch_plan(train, resources.num_workers)
-    return gpu_batch_plan(
-        stage_model_config(config, stage),
-        train,
-        resources.num_workers,
-        gpu_memory_gib=resources.gpu_memory_gib,
-        gpus_per_worker=resources.gpus_per_worker,
-        key=_resource_key(config, train_node(stage), "gpu_memory_gib"),
     )
 
 
@@ -473,11 +450,11 @@ def broken_rules(config: ExperimentConfig) -> Iterator[tuple[tuple[str, ...], st
     for stage in names:
         node = train_node(stage)
         key = _resource_key(c, node, "num_workers")
-        try:
-            batch_plan(stage_train_config(c, stage), node_resources(c, node).num_workers, key=key)
-        except ValueError as error:
+        batch_size, num_workers = stage_train_config(c, stage).batch_size, node_resources(c, node).num_workers
+        if batch_size % num_workers:
             keys = ("train.batch_size", key, f"per_stage.{stage}.train")
-            yield keys, f"{error}" + (f" (stage {stage})" if stage in c.per_stage else "")
+            message = f"train.batch_size is {batch_size}; {key}, {num_workers}, must divide it"
+            yield keys, message + (f" (stage {stage})" if stage in c.per_stage else "")
 
 
 def nearest(name: str, valid: Sequence[str]) -> str:

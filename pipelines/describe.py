@@ -1,4 +1,4 @@
-"""Parameters, FLOPs, memory, batch sizes and GPU-hours of a config's stages: no weights, no data, no training.
+"""Parameters, FLOPs, batch sizes and GPU-hours of a config's stages: no weights, no data, no training.
 
     python pipelines/describe.py --config imagenet128 [--json] [key.sub=value ...]
 
@@ -22,12 +22,12 @@ if __name__ == "__main__":  # as a script: the project instead of this folder, w
 from pipelines import cli
 from pipelines.config import (
     ExperimentConfig,
-    stage_batch_plan,
+    node_resources,
     stage_model_config,
     stage_names,
     stage_train_config,
+    train_node,
 )
-from pipelines.nodes.batches import BatchPlan
 
 # What GPU-hours rest on: the share of the card's FLOP/s (spn.gpu.flops) that training reaches. Measured on the presets'
 # networks: 0.59 to 0.62, celebahq256's 0.49 (benchmarks/results/train/); validation, checkpoints and waiting for data
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    parser = cli.Parser(prog="describe.py", description="Parameters, FLOPs, memory, batch sizes and GPU-hours.")
+    parser = cli.Parser(prog="describe.py", description="Parameters, FLOPs, batch sizes and GPU-hours.")
     cli.add_config_arguments(parser)
     parser.add_argument("--json", action="store_true", help="machine-readable")
     arguments = parser.parse_intermixed_args(argv)
@@ -59,28 +59,23 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def describe(config: ExperimentConfig) -> dict[str, Any]:
-    """{"config": name, "stages": {stage: parameters, FLOPs, memory, batch, cost}, "gpu_hours": of all stages}."""
+    """{"config": name, "stages": {stage: parameters, FLOPs, batch, cost}, "gpu_hours": of all stages}."""
     stages = {stage: describe_stage(config, stage) for stage in stage_names(config)}
     total = sum(found["cost"]["gpu_hours"] for found in stages.values())
     return {"config": config.name, "stages": stages, "gpu_hours": total}
 
 
 def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
-    """Counts of one network. FLOPs are dense: masked weights and masked attention count as if they were not.
-
-    Memory is that of a GPU, whatever the stage trains on.
-    """
+    """Counts of one network. FLOPs are dense: masked weights and masked attention count as if they were not."""
     import torch
 
     from spn.gpu.flops import PEAK_FLOPS, forward_flops
     from spn.model import SPN, parameter_counts
-    from spn.training_memory import training_memory
 
     model_config, train = stage_model_config(config, stage), stage_train_config(config, stage)
-    plan = stage_batch_plan(config, stage)
+    num_workers = node_resources(config, train_node(stage)).num_workers
     with torch.device("meta"):
         counts = parameter_counts(SPN(model_config))
-    memory = training_memory(model_config, train, num_workers=plan.num_workers)
     forward, useful = forward_flops(model_config)
     total_flops = 3 * forward * train.batch_size * train.num_steps
     return {
@@ -89,21 +84,11 @@ def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
         "flops_per_slice": forward,
         "useful_flops_per_slice": useful,
         "training_flops_per_slice": 3 * forward,  # the backward pass costs two forward passes
-        "memory": {
-            "worker_gib": memory.total(plan.micro_batch_size) / 2**30,
-            "weights_and_optimizer_gib": memory.state / 2**30,
-            "images_gib": memory.images / 2**30,
-            "passes_gib": memory.passes(plan.micro_batch_size) / 2**30,
-            "slice_gib": memory.further / 2**30,
-            "counted": f"{train.precision}, {'compiled' if train.compile else 'not compiled'}"
-            + (", recomputing" if train.recompute_activations else ""),
-        },
         "batch": {
-            "batch_size": plan.batch_size,
-            "num_workers": plan.num_workers,
-            "micro_batch_size": plan.micro_batch_size,
-            "accumulation": plan.accumulation,
-            "limit": plan.limit,
+            "batch_size": train.batch_size,
+            "num_workers": num_workers,
+            "slices_per_worker": train.batch_size // num_workers,
+            "micro_batch_size": train.micro_batch_size,
         },
         "cost": {
             "num_steps": train.num_steps,
@@ -119,7 +104,7 @@ def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
 def as_text(description: dict[str, Any]) -> str:
     lines = [f"config {description['config']}"]
     for stage, found in description["stages"].items():
-        counts, memory, batch, cost = dict(found["parameters"]), found["memory"], found["batch"], found["cost"]
+        counts, batch, cost = dict(found["parameters"]), found["batch"], found["cost"]
         total, paper = counts.pop("total"), found["paper_parameters"]
         lines.append("")
         lines.append(f"{stage}: {total:,} parameters" + (f" (paper: ~{paper / 1e6:.0f}M)" if paper else ""))
@@ -128,13 +113,7 @@ def as_text(description: dict[str, Any]) -> str:
             f"  FLOPs a slice: {found['flops_per_slice'] / 1e9:,.2f} G forward, "
             f"{found['training_flops_per_slice'] / 1e9:,.2f} G in training (dense: masked entries counted)"
         )
-        lines.append(
-            f"  memory of a worker, about: {memory['worker_gib']:.2f} GiB = weights, gradients, average, optimiser "
-            f"{memory['weights_and_optimizer_gib']:.2f} + images {memory['images_gib']:.2f} + passes over "
-            f"{batch['micro_batch_size']} slices {memory['passes_gib']:.2f}, {memory['slice_gib']:.3f} each "
-            f"({memory['counted']})"
-        )
-        lines.append(f"  {BatchPlan(**batch)}")
+        lines.append(f"  {_shares(batch)}")
         lines.append(
             f"  {cost['num_steps']:,} steps: {cost['training_flops']:.2e} FLOPs, about {_hours(cost['gpu_hours'])} "
             f"GPU-hours, {_hours(cost['gpu_hours'] / batch['num_workers'])} hours on {batch['num_workers']} GPUs"
@@ -145,6 +124,14 @@ def as_text(description: dict[str, Any]) -> str:
         f"reaches {cost['mfu']:.0%} of {cost['peak_flops'] / 1e12:.0f} TFLOP/s (assumed)"
     )
     return "\n".join(lines)
+
+
+def _shares(batch: dict[str, Any]) -> str:
+    """How the workers share one optimiser step. The micro-batch that fits a GPU is found when training starts."""
+    workers = f"{batch['num_workers']} worker{'s' if batch['num_workers'] > 1 else ''}"
+    most = batch["micro_batch_size"]
+    cap = "" if most is None else f", in micro-batches of at most {most:,}"
+    return f"batch of {batch['batch_size']:,} slices = {workers} x {batch['slices_per_worker']:,} slices{cap}"
 
 
 def _hours(value: float) -> str:

@@ -7,7 +7,6 @@ prepare_data -> train_<stage> (one each) -> evaluate, sample -> report
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 from typing import Any
 
 from data_prep import known
@@ -21,7 +20,6 @@ from pipelines.config import (
     node_names,
     node_resources,
     sample_precision,
-    stage_batch_plan,
     stage_model_config,
     stage_names,
     stage_temperature,
@@ -38,24 +36,20 @@ __all__ = ["node_names", "nodes"]
 INGEST_CPUS = 0.25  # a train node's read tasks, beside its workers
 
 
-def nodes(
-    config: ExperimentConfig, *, own: OwnImages | None = None, to_run: Collection[str] | None = None
-) -> list[Node]:
+def nodes(config: ExperimentConfig, *, own: OwnImages | None = None) -> list[Node]:
     """All nodes of the pipeline; with own images the one node that reads them, and those above it.
 
-    to_run: names of those that may be started, all if None. Of others it is not worked out how GPUs share a training's
-    batches, which takes seconds. Raises UserError when the source of images is missing or empty, or its data set has
-    the id of another, and where one slice does not fit on a GPU.
+    Raises UserError when the source of images is missing or empty, or its data set has the id of another.
     """
     if own is not None:
-        trains = [_train(config, stage, planned=False) for stage in own.stages]
+        trains = [_train(config, stage) for stage in own.stages]
         reads_them = _score_images if own.node == SCORE else _sample_images
         return [_prepare_data(config), *trains, reads_them(config, own)]
     stages = stage_names(config)
     trains = tuple(train_node(stage) for stage in stages)
     return [
         _prepare_data(config),
-        *(_train(config, stage, planned=to_run is None or train_node(stage) in to_run) for stage in stages),
+        *(_train(config, stage) for stage in stages),
         Node(
             name="evaluate",
             function="pipelines.nodes.evaluate:run",
@@ -158,7 +152,7 @@ def _prepare_data(config: ExperimentConfig) -> Node:
     )
 
 
-def _train(config: ExperimentConfig, stage: str, *, planned: bool) -> Node:
+def _train(config: ExperimentConfig, stage: str) -> Node:
     model, train = stage_model_config(config, stage), stage_train_config(config, stage)
     resources = node_resources(config, train_node(stage))
     worker = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker if resources.use_gpu else 0}
@@ -176,7 +170,6 @@ def _train(config: ExperimentConfig, stage: str, *, planned: bool) -> Node:
         },
         options={
             "resources": resources,
-            "plan": stage_batch_plan(config, stage) if planned else None,
             "samples": _training_samples(config),
         },
         num_cpus=0,

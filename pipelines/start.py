@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from data_prep.files import Store, UserError, check_run_folder, claim_run_folder, join, open_store
 from data_prep.lock import Lock, described, refusal_to_share
 from pipelines import cluster, mlflow_uri
-from pipelines.config import ExperimentConfig, stage_model_config
+from pipelines.config import ExperimentConfig
 from pipelines.dag import garbage, progress, status
 from pipelines.dag import plan as planning
 from pipelines.dag import run as running
@@ -22,8 +22,6 @@ from pipelines.dag.git import git_commit
 from pipelines.dag.masking import mask_uris
 from pipelines.ledger import Ledger
 from pipelines.loading import resolve_storage, to_yaml
-from pipelines.nodes.batches import BatchPlan
-from pipelines.nodes.chunk_size import largest_gpu_bytes, refusal
 
 if TYPE_CHECKING:
     from pipelines.nodes.own_images import OwnImages
@@ -55,7 +53,7 @@ def start(
     # Before the source of images is looked at: a name needs no data.
     names = pipeline.node_names(config) if own is None else own.node_names
     planning.check_names(names, **chosen)
-    nodes = pipeline.nodes(config, own=own, to_run=only or None)
+    nodes = pipeline.nodes(config, own=own)
     lock = Lock(store)
     with _reading(store):
         plan, holder = planning.plan(nodes, store, **chosen), lock.holder()
@@ -68,18 +66,16 @@ def start(
     if dry_run:
         if holder:
             print(f"in use by {described(holder)}")
-        _print_plan(plan)
+        print("\n".join(plan.lines()), flush=True)
         return DONE
     session = cluster.connect(num_cpus=config.resources.num_cpus, num_gpus=config.resources.num_gpus)
     try:
         running.check_fits(plan, session)
-        if session.mode == "embedded":  # else the GPUs are those of other machines, whose workers say what does not fit
-            _check_memory(plan, config)
         with _locked(lock):
             if own is None:  # the run folder's config stays that of its pipeline
                 claim_run_folder(store, name=config.name, config_yaml=mask_uris(to_yaml(config)))
             plan = planning.plan(nodes, store, **chosen)  # as it is now that nobody else writes
-            _print_plan(plan)
+            print("\n".join(plan.lines()), flush=True)
             report, uri = _run(plan, config, session, store, lock)
             return _say_how_it_ended(report, store, tracking_uri=uri, whole=not only)
     finally:
@@ -91,7 +87,7 @@ def show_status(config: ExperimentConfig) -> int:
     from pipelines import pipeline
 
     store = _run_folder(config)
-    nodes = pipeline.nodes(config, to_run=())
+    nodes = pipeline.nodes(config)
     with _reading(store):
         table = status.lines(planning.plan(nodes, store))
     print("\n".join([f"run folder: {store.uri}", *table]))
@@ -106,7 +102,7 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
     from pipelines import pipeline
 
     store = _run_folder(config)
-    nodes = pipeline.nodes(config, to_run=())
+    nodes = pipeline.nodes(config)
     with _locked(Lock(store)) if delete and store.list("nodes") else contextlib.nullcontext():
         with _reading(store):
             holder = None if delete else Lock(store).holder()
@@ -120,35 +116,6 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
     what = f"{count} attempt{'' if count == 1 else 's'}, {size:,} bytes"
     print(f"deleted: {what}" if delete else f"to be deleted by --gc --yes: {what}")
     return DONE
-
-
-def _print_plan(plan: planning.Plan) -> None:
-    """How the networks that are to be trained come to their batches, then what happens to each node."""
-    for name in plan.will_run:
-        batch = plan[name].node.options.get("plan")
-        if isinstance(batch, BatchPlan):
-            print(f"{name}: {batch}")
-    print("\n".join(plan.lines()), flush=True)
-
-
-def _check_memory(plan: planning.Plan, config: ExperimentConfig) -> None:
-    """Raises UserError when a training, or the drawing of a batch, takes more than an empty GPU of this machine has."""
-    for name in plan.will_run:
-        node = plan[name].node
-        resources, batch = node.options.get("resources"), node.config.get("batch_size")
-        if isinstance(node.options.get("plan"), BatchPlan):
-            memory = largest_gpu_bytes() if resources.use_gpu else None
-            problem = memory and node.options["plan"].refusal(memory, stage=node.config["stage"])
-        elif "precision" in node.config and batch is not None and resources.use_gpu:
-            memory = largest_gpu_bytes()
-            configs = {stage: stage_model_config(config, stage) for stage in node.config["stages"]}
-            own = node.options.get("images")
-            number = len(own.keys) * node.config["num_draws"] if own else node.config["num_images"]
-            problem = memory and refusal(min(batch, number), configs, memory, precision=node.config["precision"])
-        else:
-            continue
-        if problem:
-            raise UserError(problem)
 
 
 def _run_folder(config: ExperimentConfig) -> Store:

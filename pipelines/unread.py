@@ -104,7 +104,7 @@ def _no_use(key: str, config: ExperimentConfig) -> str:
         return "it is for tracking.sample_every_steps"
     if key in ("resources.num_cpus", "resources.num_gpus") and cluster.joins():
         return "the cluster that is joined has its own"
-    if parts[0] == "resources" and parts[-1] in ("gpus_per_worker", "gpu_memory_gib"):
+    if parts[0] == "resources" and parts[-1] == "gpus_per_worker":
         named = [parts[2]] if parts[1] == "per_node" else node_names(config)
         nodes = [node for node in named if parts[-1] in settable_resources(node)]
         return "" if any(node_resources(config, node).use_gpu for node in nodes) else "it is for use_gpu=true"

@@ -42,7 +42,7 @@ def dataset_of(config: ExperimentConfig) -> str:
 
     store = open_store(join(resolve_storage(config), config.name))
     check_run_folder(store, name=config.name)
-    decision = plan.plan(pipeline.nodes(config, to_run=()), store, only=[NODE])[NODE]
+    decision = plan.plan(pipeline.nodes(config), store, only=[NODE])[NODE]
     if decision.success is None:
         raise UserError(f"--verify: config {config.name} has no finished data set ({decision.reason}); build it first")
     output = decision.success.output(store)

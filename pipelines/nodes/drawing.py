@@ -11,6 +11,7 @@ after its PNGs: a later start of the same attempt finds what is done and draws t
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from data_prep.files import Store, UserError, open_store, remove_temporaries
+from data_prep.files import Store, open_store, remove_temporaries
 from data_prep.parquet import ShardWriter, pixels, schema, shard_path
 from pipelines.dag.node import NodeOutput
-from pipelines.nodes.chunk_size import free_gpu_bytes, refusal
 from pipelines.nodes.pictures import display, png
 from pipelines.nodes.trained import load_stage_configs, load_stages
 from spn.config import SPNConfig
@@ -32,10 +32,13 @@ from spn.ordering import image_to_slices
 from spn.sampling import Decode, rows_to_sample, sample_chain
 
 if TYPE_CHECKING:
-    from pipelines.config import ResourcesConfig
+    from pipelines.config import NodeResources, ResourcesConfig
     from pipelines.dag.progress import Reporter
 
 SPLIT, IMAGES = "samples", "images"
+CHUNKS = "chunks.json"
+MOST_ON_GPU = 1024  # images drawn at once
+ON_CPU = 16  # one thread computes a chunk, and what is finished of it is kept only when all of it is
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,22 @@ def chunks_of(
     ]
 
 
+def chunk_size(batch_size: int | None, *, num_images: int, store: Store, resources: NodeResources) -> int:
+    """Images drawn at once: as configured, as an earlier start of the attempt recorded in `store`, or chosen now."""
+    if batch_size is not None:
+        return batch_size
+    if store.exists(CHUNKS):
+        return json.loads(store.read_bytes(CHUNKS))["batch_size"]
+    size = min(-(-num_images // resources.num_workers), MOST_ON_GPU) if resources.use_gpu else ON_CPU
+    store.write_text(CHUNKS, json.dumps({"batch_size": size, "device": resources.device}, indent=1))
+    return size
+
+
 def draw(job: Job, chunks: Sequence[Chunk], *, resources: ResourcesConfig, progress: Reporter) -> None:
     """Draws the chunks that are not on storage yet, side by side on resources.num_workers Ray actors.
 
     A worker that dies is started anew and its chunk drawn again, resources.max_failures times; then Ray's error is
-    raised. What is finished stays on storage either way. Raises UserError when a GPU cannot hold a chunk.
+    raised. What is finished stays on storage either way.
     """
     import ray
 
@@ -105,11 +119,6 @@ def draw(job: Job, chunks: Sequence[Chunk], *, resources: ResourcesConfig, progr
     num_workers = min(resources.num_workers, len(todo))
     workers = [worker_class.remote(job, progress, total, device=resources.device) for _ in range(num_workers)]
     try:
-        if resources.use_gpu:
-            largest = max(len(chunk.keys) for chunk in chunks)
-            for problem in ray.get([worker.problem.remote(largest) for worker in workers]):
-                if problem:
-                    raise UserError(problem)
         idle, running, waiting = list(workers), {}, list(reversed(todo))
         while waiting or running:
             while waiting and idle:
@@ -142,11 +151,6 @@ class DrawingWorker:
     @property
     def configs(self) -> dict[str, SPNConfig]:
         return {stage: model.config for stage, model in self.models.items()}
-
-    def problem(self, batch: int) -> str | None:
-        """Why chunks of this size cannot be drawn here; asked before anything is loaded."""
-        configs = load_stage_configs(self.job.inputs, self.job.stages)
-        return refusal(batch, configs, free_gpu_bytes(), precision=self.job.precision)
 
     def draw(self, chunk: Chunk) -> None:
         """Draws a chunk and writes its files, the Parquet file last."""

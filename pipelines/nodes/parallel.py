@@ -20,6 +20,11 @@ def num_workers() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def micro_batch_size(share: int, *, most: int | None = None) -> int:
+    """The largest number of slices, at most `most`, that divides a worker's share of a batch."""
+    return next(size for size in range(min(share, most or share), 0, -1) if share % size == 0)
+
+
 def make_forward(model: nn.Module, *, compiled: bool, mode: str = "default") -> Callable[..., Tensor]:
     """What a training step calls instead of the model: compiled if asked for, wrapped where there are several workers.
 

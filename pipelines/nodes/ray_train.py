@@ -31,7 +31,7 @@ from data_prep.ingest import collate, train_stream
 from data_prep.order import draws
 from data_prep.parquet import open_dataset
 from pipelines.dag.node import NodeContext
-from pipelines.nodes.parallel import make_forward, sum_over_workers
+from pipelines.nodes.parallel import make_forward, micro_batch_size, sum_over_workers
 from spn.bitdepth import stage_values
 from spn.checkpoint import CONFIG, EMA, check_start, load_trainer, load_weights, save_checkpoint, start_weights
 from spn.config import SPNConfig, TrainConfig
@@ -42,7 +42,6 @@ from spn.training import Batch, TrainState, fit
 
 if TYPE_CHECKING:  # types only: rules of the configuration do not change what is trained
     from pipelines.config import NodeResources
-    from pipelines.nodes.batches import BatchPlan
     from pipelines.nodes.training_samples import TrainingSamples
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's record of committed checkpoints
@@ -105,7 +104,6 @@ def fit_stage(context: NodeContext, *, dataset: str) -> Fitted:
         train_loop_config={
             "model": model,
             "train": train,
-            "plan": context.options["plan"],
             "samples": context.options["samples"],
             "stored_bits": context.config["stored_bits"],
             "seed": context.config["seed"],
@@ -182,7 +180,6 @@ def train_worker(settings: dict[str, Any]) -> None:
     workers = ray.train.get_context()
     rank, num_workers = workers.get_world_rank(), workers.get_world_size()
     device = get_device()
-    check_memory(settings["plan"], device, stage=model_config.stage)
     torch.manual_seed(settings["seed"])  # equal initial weights on all workers
     model = SPN(model_config).to(device)
     if config.recompute_activations:
@@ -253,7 +250,7 @@ def train_worker(settings: dict[str, Any]) -> None:
         fit(
             state,
             config=config,
-            batches=micro_batches(settings, first_step=state.step, rank=rank, device=device),
+            batches=micro_batches(settings, first_step=state.step, rank=rank, num_workers=num_workers, device=device),
             forward=forward,
             evaluate=evaluate,
             on_log=on_log,
@@ -264,15 +261,6 @@ def train_worker(settings: dict[str, Any]) -> None:
     finally:
         if run is not None:
             run.close()
-
-
-def check_memory(plan: BatchPlan, device: torch.device, *, stage: str) -> None:
-    """Raises UserError if the worker's GPU is smaller than what its part of a batch was counted to take."""
-    if device.type != "cuda":
-        return
-    problem = plan.refusal(torch.cuda.get_device_properties(device).total_memory, stage=stage)
-    if problem:
-        raise UserError(problem)
 
 
 def resume(state: TrainState, folder: Path, device: torch.device) -> list[dict[str, float]]:
@@ -316,25 +304,26 @@ def speed_limits(config: SPNConfig, device: torch.device) -> tuple[int, float | 
 
 
 def micro_batches(
-    settings: dict[str, Any], *, first_step: int, rank: int, device: torch.device
+    settings: dict[str, Any], *, first_step: int, rank: int, num_workers: int, device: torch.device
 ) -> Iterator[Sequence[Batch]]:
     """This worker's micro-batches of each optimiser step from `first_step` on.
 
     Worker r of n gets rows [r G/n, (r+1) G/n) of each global batch of G rows of the stream: the batch does not depend
     on n. Every row's position in the stream is checked, so a wrong order cannot pass unseen.
     """
-    plan: BatchPlan = settings["plan"]
-    share = plan.micro_batch_size * plan.accumulation
+    config: TrainConfig = settings["train"]
+    share = config.batch_size // num_workers
+    size = micro_batch_size(share, most=config.micro_batch_size)
     shard = ray.train.get_dataset_shard("train")
-    tables = shard.iter_batches(batch_size=plan.micro_batch_size, batch_format="pyarrow", prefetch_batches=2)
+    tables = shard.iter_batches(batch_size=size, batch_format="pyarrow", prefetch_batches=2)
     step, done = first_step, []
     for table in tables:
         rows = collate(table)
-        start = step * plan.batch_size + rank * share + len(done) * plan.micro_batch_size
+        start = step * config.batch_size + rank * share + len(done) * size
         expected = np.arange(start, start + len(rows["position"]))
         assert np.array_equal(rows["position"], expected), f"rows {rows['position'][:4]}… instead of {expected[:4]}…"
         done.append(make_batch(rows, settings, device))
-        if len(done) == plan.accumulation:
+        if len(done) * size == share:
             yield done
             step, done = step + 1, []
 

@@ -6,8 +6,7 @@ import json
 
 from data_prep import files as storage
 from pipelines.dag.node import NodeContext, NodeResult
-from pipelines.nodes.chunk_size import settle
-from pipelines.nodes.drawing import Job, chunks_of, draw, read_chunks
+from pipelines.nodes.drawing import Job, chunk_size, chunks_of, draw, read_chunks
 from pipelines.nodes.pictures import after_stages, animation, generation_frames, grid, png, side_by_side
 from pipelines.nodes.trained import checkpoint_step, load_stage_configs
 
@@ -25,7 +24,7 @@ def run(context: NodeContext) -> NodeResult:
     store = storage.open_store(context.out).sub(FOLDER)
     keys = [f"{index:05d}" for index in range(config["num_images"])]
     configs, resources = load_stage_configs(context.inputs, stages), context.options["resources"]
-    size = settle(config, num_images=len(keys), configs=configs, store=store, resources=resources)
+    size = chunk_size(config["batch_size"], num_images=len(keys), store=store, resources=resources)
     chunks = chunks_of(keys, range(config["num_images"]), size=size)
     job = Job(
         inputs=context.inputs,

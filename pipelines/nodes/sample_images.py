@@ -9,8 +9,7 @@ import numpy as np
 
 from data_prep import files as storage
 from pipelines.dag.node import NodeContext, NodeResult
-from pipelines.nodes.chunk_size import settle
-from pipelines.nodes.drawing import Job, chunks_of, draw, read_chunks
+from pipelines.nodes.drawing import Job, chunk_size, chunks_of, draw, read_chunks
 from pipelines.nodes.pictures import UNKNOWN, animation, display, generation_frames, png, side_by_side
 from pipelines.nodes.trained import load_stage_configs
 from spn.config import SPNConfig
@@ -36,7 +35,7 @@ def run(context: NodeContext) -> NodeResult:
     keys = [f"{key}-{number:02d}" for key in own.keys for number in range(num_draws)]
     seeds = [f"{digest}/{number}" for digest in own.digests for number in range(num_draws)]
     configs, resources = load_stage_configs(context.inputs, stages), context.options["resources"]
-    size = settle(config, num_images=len(keys), configs=configs, store=store, resources=resources)
+    size = chunk_size(config["batch_size"], num_images=len(keys), store=store, resources=resources)
     chunks = chunks_of(keys, seeds, size=size, given=own.values.repeat(num_draws, axis=0))
     job = Job(
         inputs=context.inputs,

@@ -16,7 +16,7 @@ HISTORY = "history.json"
 def run(context: NodeContext) -> NodeResult:
     """config: stage, model (SPNConfig), train (TrainConfig), stored_bits, seed.
 
-    options: resources (NodeResources), plan (BatchPlan), samples (TrainingSamples or None).
+    options: resources (NodeResources), samples (TrainingSamples or None).
     """
     output = context.inputs["prepare_data"]
     dataset = open_dataset(storage.join(output.uri, output.named["dataset"]))

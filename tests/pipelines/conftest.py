@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,21 +31,6 @@ def finished(tmp_path: Path) -> Store:
     store = open_store(tmp_path / "run")
     assert carry_out(decided(store)) == ["prepare", "left", "right", "join"]
     return store
-
-
-@pytest.fixture
-def run_with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """run_with_gpus(setting, …) -> exit code of a start on a machine with GPUs that stops where it would write."""
-    from pipelines import cluster, full_multidim, start
-
-    def stop(*_: object) -> None:
-        raise SystemExit("would have run")
-
-    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
-    monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo("embedded", {"CPU": 64.0, "GPU": 8.0}))
-    monkeypatch.setattr(cluster, "disconnect", lambda: None)
-    monkeypatch.setattr(start, "_locked", stop)
-    return lambda *options: full_multidim.main(["--config", "debug", f"storage={tmp_path / 'runs'}", *options])
 
 
 @pytest.fixture(scope="session")

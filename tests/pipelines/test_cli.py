@@ -284,21 +284,6 @@ def test_dry_run_prints_config_and_plan_and_writes_nothing(command: Command, tmp
     assert [line.split()[:2] for line in plan_lines] == [[name, "run"] for name in NODES]
 
 
-def test_batches_of_the_networks_to_be_trained_are_printed(command: Command) -> None:
-    options = ("per_stage.size_upscale.train.micro_batch_size=3", "per_stage.size_upscale.train.batch_size=1024")
-    resources = ("resources.num_workers=2", "resources.num_cpus=8")
-    _, out, _ = command(full_multidim.main, "--dry-run", *options, *resources)
-    lines = [line for line in out.splitlines() if " slices = " in line]
-    assert lines == [
-        "train_first_slice: batch of 8 slices = 2 workers x 4 slices x 1 accumulated (limit: a worker's share)",
-        "train_size_upscale: batch of 1,024 slices = 2 workers x 2 slices x 256 accumulated "
-        "(limit: train.micro_batch_size=3)",
-        "train_depth_upscale: batch of 8 slices = 2 workers x 4 slices x 1 accumulated (limit: a worker's share)",
-    ]
-    _, out, _ = command(full_multidim.main, "--dry-run", "--only", "prepare_data")
-    assert " slices = " not in out
-
-
 def test_from_is_handed_on(handed_on: dict[str, Any]) -> None:
     assert full_multidim.main(["--config", "debug", "--from", "evaluate,sample", "--from", "report"]) == 0
     assert handed_on["start_from"] == ("evaluate", "sample", "report")

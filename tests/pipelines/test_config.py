@@ -124,7 +124,7 @@ DEMO_MAY_CHANGE = {
     "sample.num_images",
     "sample.batch_size",
     *(f"per_stage.{stage}.train.num_steps" for stage in ("first_slice", "depth_upscale")),
-    *(f"resources.{key}" for key in ("num_workers", "use_gpu", "gpu_memory_gib", "cpus_per_worker", "num_cpus")),
+    *(f"resources.{key}" for key in ("num_workers", "use_gpu", "cpus_per_worker", "num_cpus")),
 }
 
 
@@ -277,8 +277,8 @@ def test_resources_of_one_node_are_its_own_and_no_part_of_what_it_computes() -> 
     assert changed["evaluate"].options["device"] == "cuda" and plain["evaluate"].options["device"] == "cpu"
     assert changed["sample"].options["resources"].device == "cpu", "a GPU is taken only where one was asked for"
     assert [changed[name].max_failures for name in ("prepare_data", "train_size_upscale")] == [9, 3]
-    batches = [changed[name].options["plan"] for name in ("train_first_slice", "train_size_upscale")]
-    assert [(plan.num_workers, plan.micro_batch_size) for plan in batches] == [(1, 8), (2, 4)]
+    trained = [changed[name].options["resources"] for name in ("train_first_slice", "train_size_upscale")]
+    assert [resources.num_workers for resources in trained] == [1, 2]
 
 
 def test_more_unusable_photos_allowed_make_no_other_data_set() -> None:
@@ -373,11 +373,6 @@ MISTAKES = {
     ): "resources.per_node.sample.num_to_keep has no effect: sample keeps no checkpoints; valid: num_workers, "
     "cpus_per_worker, use_gpu, gpus_per_worker, max_failures, retry_wait_sec",
     (
-        "resources.per_node.sample.gpu_memory_gib=24",
-    ): "resources.per_node.sample.gpu_memory_gib has no effect: sample trains nothing; valid: num_workers, "
-    "cpus_per_worker, use_gpu, gpus_per_worker, max_failures, retry_wait_sec",
-    ("resources.gpu_memory_gib=0",): "resources.gpu_memory_gib is 0.0; it must be above 0, or null",
-    (
         "resources.per_node.report.use_gpu=true",
     ): "resources.per_node.report.use_gpu has no effect: report uses no GPU; valid: cpus_per_worker, max_failures, "
     "retry_wait_sec",
@@ -402,7 +397,7 @@ MISTAKES = {
     ("stages=size_upscale",): "stages must be a list, e.g. stages=[...]",
     ("bits=[3,[8]]",): "bits must be a flat list",
     ("resources=3",): "resources is a section, not a value; set resources.KEY, with KEY one of num_workers, "
-    "cpus_per_worker, use_gpu, gpus_per_worker, gpu_memory_gib, num_to_keep, max_failures, retry_wait_sec, num_cpus, "
+    "cpus_per_worker, use_gpu, gpus_per_worker, num_to_keep, max_failures, retry_wait_sec, num_cpus, "
     "num_gpus, per_node",
     (
         "per_stage.first_slice=3",

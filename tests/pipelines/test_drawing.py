@@ -27,7 +27,7 @@ from pipelines.config import ResourcesConfig
 from pipelines.dag.node import NodeContext, NodeOutput
 from pipelines.dag.progress import Reporter, Update
 from pipelines.loading import load
-from pipelines.nodes import chunk_size, drawing, sample, sample_images, score_images
+from pipelines.nodes import drawing, sample, sample_images, score_images
 from pipelines.nodes.drawing import Chunk, DrawingWorker, Job, chunks_of, draw, read_chunks
 from pipelines.nodes.own_images import OwnImages
 from pipelines.nodes.trained import load_stage_configs, load_stages
@@ -366,7 +366,7 @@ def test_a_chosen_chunk_size_is_recorded_with_the_samples_and_kept_by_who_goes_o
     monkeypatch.setattr(sample, "checkpoint_step", lambda output: 0)
     sizes = []
     for on_cpu in (3, 2):  # the second start would choose another one
-        monkeypatch.setattr(chunk_size, "ON_CPU", on_cpu)
+        monkeypatch.setattr(drawing, "ON_CPU", on_cpu)
         assert run(made).metrics["images/batch_size"] == 3
         files = [path.name for path in sorted((tmp_path / folder / PARQUET).glob("*.parquet"))]
         assert files == ["samples-00000-of-00002.parquet", "samples-00001-of-00002.parquet"]

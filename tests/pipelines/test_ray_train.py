@@ -18,7 +18,6 @@ import torch
 
 from data_prep.files import UserError
 from pipelines.nodes import ray_train
-from pipelines.nodes.batches import BatchPlan
 from spn.checkpoint import save_checkpoint
 from spn.config import SPNConfig, TrainConfig
 from spn.model import SPN
@@ -56,13 +55,16 @@ def handed_out(monkeypatch: pytest.MonkeyPatch, tiny_config: Callable[..., Any])
     def build(rank: int, *, of: int, seed: int = 0, first_step: int = 3) -> list[list[Batch]]:
         settings = {
             "model": tiny_config("size_upscale", image_size=SIDE, scaling_factor=2, num_bits=8),
-            "train": TrainConfig(batch_size=BATCH),
-            "plan": BatchPlan(BATCH, of, 2, BATCH // of // 2),
+            "train": TrainConfig(batch_size=BATCH, micro_batch_size=2),
             "stored_bits": 8,
             "seed": seed,
         }
         monkeypatch.setattr(ray_train.ray.train, "get_dataset_shard", lambda _: Shard(rank, of, 3))
-        return list(ray_train.micro_batches(settings, first_step=first_step, rank=rank, device=torch.device("cpu")))
+        return list(
+            ray_train.micro_batches(
+                settings, first_step=first_step, rank=rank, num_workers=of, device=torch.device("cpu")
+            )
+        )
 
     return build
 

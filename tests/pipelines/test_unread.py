@@ -62,7 +62,6 @@ NEEDS = {  # what counts only with something else -> that
     "tracking.num_sample_images=3": "tracking.sample_every_steps=100",
     "resources.gpus_per_worker=0.5": "resources.per_node.sample.use_gpu=true",
     "resources.per_node.sample.gpus_per_worker=0.5": "resources.use_gpu=true",
-    "resources.gpu_memory_gib=24": "resources.per_node.train_first_slice.use_gpu=true",
 }
 
 
@@ -102,12 +101,6 @@ def test_parts_of_networks_that_no_stage_has() -> None:
         "per_stage.first_slice.model.embedder.num_attn_layers has no effect: first_slice has no slice embedder"
     ]
     assert idle(FULL, "train.slices=first") == [] and len(idle(FULL, "train.slices=first", *SPN)) == 1
-
-
-def test_memory_of_gpus_is_for_those_that_train() -> None:
-    gpus = ("resources.gpu_memory_gib=24", "resources.per_node.sample.use_gpu=true")
-    assert idle(FULL, *gpus) == ["resources.gpu_memory_gib has no effect: it is for use_gpu=true"]
-    assert idle("sample.py", *gpus) == ["resources.gpu_memory_gib has no effect: sample has no use for it"]
 
 
 def test_a_machines_size_is_that_of_a_session_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
