@@ -48,9 +48,10 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DATA_USE_DATASOURCE_V2", "0")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 
-from data_prep import files, images
+from data_prep import images
 from data_prep.build import build
 from data_prep.config import DataConfig
+from data_prep.files import open_store
 from data_prep.ingest import collate, train_stream
 from data_prep.parquet import QUARANTINE, QUARANTINE_SCHEMA, Manifest, ShardWriter, open_dataset, pixel_column, pixels
 
@@ -294,11 +295,11 @@ def data_config(root: Path, arguments: argparse.Namespace, rows_per_shard: int |
 def repeat_rows(source: Path, target: Path, *, resolution: int, times: int) -> str:
     """A data set of one resolution with every row `times` times, in shards of one repetition."""
     table = open_dataset(str(source)).read(resolution=resolution, bits=8, split="train")
-    filesystem, folder = files.locate(str(target))
+    store = open_store(target)
     shards = []
     for index in range(times):
         options = dict(split="train", index=index, num_shards=times, resolutions=[resolution], bits=[8])
-        writer = ShardWriter(filesystem, folder=folder, row_group_rows=None, **options)
+        writer = ShardWriter(store, row_group_rows=None, **options)
         with writer:
             keys = pa.array([f"{index}/{key}" for key in table.column("key").to_pylist()])
             names = table.drop_columns(["px"]).set_column(0, table.schema.field("key"), keys)

@@ -1,8 +1,8 @@
-"""Builds a data set as a Ray Data job: plan, one task for each shard, commit. Can be killed and started again.
+"""Builds a data set as a Ray Data job: plan, one task for each shard, commit. A killed build resumes.
 
-    claim    one build at a time in a folder
-    job      a Ray Data dataset with one row for each shard of the plan; a task writes all resolutions and depths of
-             its shard, then a sidecar in _build/ that says so
+    lock     one build at a time in a folder
+    job      a Ray Data dataset with one row for each shard of the plan; a task decodes each photo once, writes all
+             resolutions and depths of its shard, then a sidecar in _build/ that lists them
     commit   the driver checks the whole, then writes manifest.json in one put
 
 A shard whose sidecar matches the plan and whose files have its checksums is not written again.
@@ -16,24 +16,53 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import ray.data
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 
-from data_prep import card, files, known, sources
-from data_prep.claim import Claim
+from data_prep import card, images, sources
 from data_prep.config import DataConfig
-from data_prep.parquet import MANIFEST, QUARANTINE, QUARANTINE_SCHEMA, Manifest, Shard, keys_hash
-from data_prep.plan import Plan, config_dict, make_plan, num_duplicates
-from data_prep.shard import write_shard
-from data_prep.sources.item import UnusableSource
+from data_prep.files import Store, open_store
+from data_prep.lock import Lock
+from data_prep.order import draws
+from data_prep.parquet import (
+    MANIFEST,
+    QUARANTINE,
+    QUARANTINE_SCHEMA,
+    Manifest,
+    Shard,
+    ShardWriter,
+    keys_hash,
+    schema,
+)
+from data_prep.plan import (
+    Plan,
+    Row,
+    ShardPlan,
+    config_dict,
+    content_of,
+    make_plan,
+    max_quarantine_fraction,
+    num_duplicates,
+    quarantine_record,
+    refuse_small,
+)
+from data_prep.sources.base import CHW, ENCODED, Item, Reader, UnusableSource
 
-CLAIM = "build.lock"
-_ANSWER_SEC = 1.0  # a cluster may have no machine yet, or the one that answers is just starting
+LOCK = "build.lock"
+_PLAN = "_build/plan.json"
+_HEARTBEAT_SEC, _STALE_SEC = 2.0, 60.0
+_GRACE_SEC = 5.0  # a task whose driver was killed ends within seconds
+_ANSWER_SEC = 1.0  # how long Ray's autoscaler may take to answer; a cluster may also have no machine yet
+# Pixels that a task holds at once: few, so that it writes to the disk steadily; more where rows share what is read, so
+# that it is read and decoded seldom.
+_CHUNK_BYTES = 22_000_000
+_SHARED_CHUNK_BYTES = 256_000_000
 
 
 class TooManyUnusable(Exception):
@@ -51,12 +80,13 @@ def build(
 
     `progress(done, total, quarantined)` is called as shards finish: images done and planned, photos quarantined.
     Raises Unplannable, UnusableSource (mostly before anything is written), TooManyUnusable, ValueError for an `out`
-    that holds another finished data set, and claim.FolderInUse while another build is at work in `out`.
+    that holds another finished data set, and UserError while another build is at work in `out`.
     """
     plan = make_plan(config, sources.find(config))
-    filesystem, folder = files.locate(out)
-    with Claim(filesystem, f"{folder}/{CLAIM}") as claim:
-        _prepare_folder(filesystem, folder, out, plan)
+    store = open_store(out)
+    lock = Lock(store, file=LOCK, heartbeat_sec=_HEARTBEAT_SEC, stale_sec=_STALE_SEC, grace_sec=_GRACE_SEC)
+    with lock:
+        _prepare_folder(store, plan)
         sidecars: list[dict] = []
         bad = {record["key"]: record for record in plan.quarantine}
         total = sum(len(shard.rows) for shard in plan.shards)
@@ -71,33 +101,31 @@ def build(
                 progress(done, total, len(plan.rejected) + len(bad))
                 _check_share(config, plan, bad)
         except TooManyUnusable:
-            _write_quarantine(filesystem, folder, _records(plan, bad))  # says which photos, and why
+            _write_quarantine(store, _records(plan, bad))  # says which photos, and why
             raise
-        _write_quarantine(filesystem, folder, _records(plan, bad))
-        manifest = _manifest(config, plan, filesystem, folder, sidecars, bad)
-        files.remove_temporaries(filesystem, folder)
-        files.put_bytes(filesystem, f"{folder}/README.md", card.text(manifest).encode())
-        claim.check()
-        files.put_bytes(filesystem, f"{folder}/{MANIFEST}", manifest.to_json().encode())
+        _write_quarantine(store, _records(plan, bad))
+        manifest = _manifest(config, plan, store, sidecars, bad)
+        store.remove_temporaries()
+        store.write_text("README.md", card.text(manifest))
+        lock.check()
+        store.write_text(MANIFEST, manifest.to_json())
     return manifest
 
 
-def _prepare_folder(filesystem: pafs.FileSystem, folder: str, out: str, plan: Plan) -> None:
+def _prepare_folder(store: Store, plan: Plan) -> None:
     """Refuses another finished data set, clears what another unfinished build left."""
-    plan_path = f"{folder}/_build/plan.json"
-    if files.exists(filesystem, f"{folder}/{MANIFEST}"):
-        found = Manifest.from_json(files.read_bytes(filesystem, f"{folder}/{MANIFEST}").decode())
-        if found.plan_hash != plan.hash:
-            raise ValueError(f"out is {out!r}; it holds a finished data set of another plan, choose another folder")
-    elif files.exists(filesystem, plan_path):
-        if json.loads(files.read_bytes(filesystem, plan_path))["plan_hash"] != plan.hash:
-            for info in filesystem.get_file_info(pafs.FileSelector(folder)):
-                if info.base_name == "_build" or info.base_name.startswith("res="):
-                    filesystem.delete_dir(info.path)
-    files.remove_temporaries(filesystem, folder)
+    if store.exists(MANIFEST):
+        if Manifest.from_json(store.read_bytes(MANIFEST).decode()).plan_hash != plan.hash:
+            raise ValueError(
+                f"out is {store.uri!r}; it holds a finished data set of another plan, choose another folder"
+            )
+    elif store.exists(_PLAN) and json.loads(store.read_bytes(_PLAN))["plan_hash"] != plan.hash:
+        for entry in store.list():
+            if entry.path == "_build" or entry.path.startswith("res="):
+                store.delete(entry.path)
+    store.remove_temporaries()
     shards = [{"split": s.split, "index": s.index, "num_rows": len(s.rows)} for s in plan.shards]
-    text = json.dumps({"plan_hash": plan.hash, "shards": shards}, indent=1) + "\n"
-    files.put_bytes(filesystem, plan_path, text.encode())
+    store.write_text(_PLAN, json.dumps({"plan_hash": plan.hash, "shards": shards}, indent=1) + "\n")
 
 
 def _run(config: DataConfig, plan: Plan, out: str, num_cpus_per_task: float) -> Iterator[dict]:
@@ -106,40 +134,43 @@ def _run(config: DataConfig, plan: Plan, out: str, num_cpus_per_task: float) -> 
     dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks))
     dataset.context.enable_progress_bars = False  # the caller shows progress
     dataset.context.execution_options.preserve_order = False
-    dataset.context.custom_execution_callback_classes.append(KnowsItsCores)
-    write = functools.partial(write_shard, config=config, root=plan.source.root, out=out, plan_hash=plan.hash)
+    dataset.context.custom_execution_callback_classes.append(WaitForAutoscaler)
+    write = functools.partial(
+        write_shard, config=config, source=(plan.source.name, plan.source.root), out=out, plan_hash=plan.hash
+    )
     for row in dataset.map(write, num_cpus=num_cpus_per_task).iter_rows():
         if row.get("unusable"):
             raise UnusableSource(*json.loads(row["unusable"]))
         yield json.loads(row["sidecar"])
 
 
-class KnowsItsCores(ExecutionCallback):
-    """Makes a Ray Data job begin on all its cores.
+class WaitForAutoscaler(ExecutionCallback):
+    """Makes a Ray Data job start on all its cores.
 
-    Ray Data asks for the job's share of the cluster without waiting for the answer, takes it that there is no core,
-    starts a single task all the same and asks again after a second. The answer takes some milliseconds.
+    Ray Data asks the autoscaler for the job's share of the cluster without waiting for the answer, assumes that there
+    is no core, starts a single task and asks again a second later. The answer takes some milliseconds.
     """
 
     def before_execution_starts(self, executor: Any) -> None:
-        autoscaler = getattr(executor, "_cluster_autoscaler", None)  # not public: without it, only the second is lost
+        autoscaler = getattr(executor, "_cluster_autoscaler", None)  # private: without it, only that second is lost
         until = time.monotonic() + _ANSWER_SEC
         while autoscaler is not None and not autoscaler.get_total_resources().cpu and time.monotonic() < until:
             time.sleep(0.002)
 
 
 def _check_share(config: DataConfig, plan: Plan, bad: dict[str, dict]) -> None:
-    """As soon as the share is passed for certain: no need to decode the rest of a large source."""
+    """Raises TooManyUnusable as soon as the share is exceeded, before the rest of a large source is decoded."""
     records = _records(plan, bad)
     num_photos = len(plan.source.items) + len(plan.rejected)
-    allowed = known.max_quarantine_fraction(config)
+    allowed = max_quarantine_fraction(config)
     if len(records) <= allowed * num_photos:
         return
     reasons = ", ".join(f"{count} {reason}" for reason, count in _reasons(records).items())
     first = "; ".join(f"{record['key']}: {record['message']}" for record in records[:3])
     raise TooManyUnusable(
         f"{len(records)} of {num_photos} photos cannot be used, more than max_quarantine_fraction "
-        f"{allowed} allows: {reasons} ({first}); all of them are in {QUARANTINE}; with more allowed it goes on"
+        f"{allowed} allows: {reasons} ({first}); all of them are in {QUARANTINE}; "
+        "with a larger fraction the build resumes"
     )
 
 
@@ -152,16 +183,15 @@ def _reasons(records: list[dict]) -> dict[str, int]:
     return dict(sorted(Counter(record["reason"] for record in records).items()))
 
 
-def _write_quarantine(filesystem: pafs.FileSystem, folder: str, records: list[dict]) -> None:
-    with files.whole_file(filesystem, f"{folder}/{QUARANTINE}") as stream:
-        pq.write_table(pa.Table.from_pylist(records, schema=QUARANTINE_SCHEMA), stream)
+def _write_quarantine(store: Store, records: list[dict]) -> None:
+    with store.writing([QUARANTINE]) as streams:
+        pq.write_table(pa.Table.from_pylist(records, schema=QUARANTINE_SCHEMA), streams[QUARANTINE])
 
 
 def _manifest(
     config: DataConfig,
     plan: Plan,
-    filesystem: pafs.FileSystem,
-    folder: str,
+    store: Store,
     sidecars: list[dict],
     bad: dict[str, dict],
 ) -> Manifest:
@@ -179,7 +209,7 @@ def _manifest(
         if not count:
             raise TooManyUnusable(f"no photo of the {split} split can be used: {_reasons(_records(plan, bad))}")
     shards = [Shard(**fields) for sidecar in sidecars for fields in sidecar["files"]]
-    _check_sizes(filesystem, folder, shards)
+    _check_sizes(store, shards)
     return Manifest(
         dataset=config.dataset,
         plan_hash=plan.hash,
@@ -197,16 +227,176 @@ def _manifest(
         num_photos={split: len(set(plan.photos[split]) - set(bad)) for split in num_images},
         split_hashes={split: keys_hash(keys[split]) for split in num_images},
         quarantine=_reasons(_records(plan, bad)),
-        quarantine_sha256=files.digest(filesystem, f"{folder}/{QUARANTINE}")[1],
+        quarantine_sha256=store.sha256(QUARANTINE),
         conversions=dict(sorted(conversions.items())),
         shards=sorted(shards, key=lambda shard: shard.path),
         versions=plan.versions,
     )
 
 
-def _check_sizes(filesystem: pafs.FileSystem, folder: str, shards: list[Shard]) -> None:
-    """Each task has counted and hashed what it wrote; here all files are looked at once more, where readers will."""
-    for shard, info in zip(shards, filesystem.get_file_info([f"{folder}/{s.path}" for s in shards]), strict=True):
-        found = info.size if info.is_file else None
+def _check_sizes(store: Store, shards: list[Shard]) -> None:
+    """Each task has counted and hashed what it wrote; here the driver looks at all files once more."""
+    for shard, info in zip(shards, store.infos([shard.path for shard in shards]), strict=True):
+        found = None if info is None else info.bytes
         if found != shard.bytes:
-            raise OSError(f"{info.path} has {found} bytes, {shard.bytes} were written; start the build again")
+            raise OSError(
+                f"{store.uri_of(shard.path)} has {found} bytes, {shard.bytes} were written; start the build again"
+            )
+
+
+# ---- one shard, in a Ray task --------------------------------------------------------------------------------------
+
+
+def write_shard(task: dict, *, config: DataConfig, source: tuple[str, str], out: str, plan_hash: str) -> dict:
+    """Writes a shard at every resolution and depth; `source`: name and root. Returns {"sidecar": its text}.
+
+    For a source that turns out unusable it returns {"unusable": reason and message as JSON}: Ray Data passes on only
+    the text of an error.
+    """
+    try:
+        return {"sidecar": _write_shard(task, config=config, source=source, out=out, plan_hash=plan_hash)}
+    except UnusableSource as error:
+        return {"unusable": json.dumps([error.reason, error.message])}
+
+
+@dataclass
+class _Found:
+    """What a shard's photos turned out to be."""
+
+    quarantine: list[dict] = field(default_factory=list)
+    contents: list[str] = field(default_factory=list)
+    conversions: Counter[str] = field(default_factory=Counter)
+    num_rows: int = 0
+
+
+def _write_shard(task: dict, *, config: DataConfig, source: tuple[str, str], out: str, plan_hash: str) -> str:
+    shard: ShardPlan = pickle.loads(task["shard"])  # of this build's own driver
+    store = open_store(out)
+    sidecar_path = f"_build/{shard.split}-{shard.index:05d}-of-{shard.num_shards:05d}.json"
+    if store.exists(sidecar_path):
+        text = store.read_bytes(sidecar_path).decode()
+        if _is_intact(store, json.loads(text), plan_hash):
+            return text
+    writer = ShardWriter(
+        store,
+        split=shard.split,
+        index=shard.index,
+        num_shards=shard.num_shards,
+        resolutions=config.resolutions,
+        bits=config.bits,
+        row_group_rows=config.row_group_rows,
+    )
+    found = _Found()
+    with writer, Reader(*source) as reader:
+        for names, squares in _chunks(config, reader, shard.rows, found):
+            writer.append(names, squares)
+            found.num_rows += names.num_rows
+            for flags in names.column("flags").to_pylist():
+                found.conversions.update(images.conversions_of(flags))
+    sidecar = dict(
+        plan_hash=plan_hash,
+        split=shard.split,
+        index=shard.index,
+        num_planned=len(shard.rows),
+        num_rows=found.num_rows,
+        conversions=dict(sorted(found.conversions.items())),
+        quarantine=found.quarantine,
+        contents="".join(found.contents),
+        files=[asdict(written) for written in writer.shards()],
+    )
+    text = json.dumps(sidecar, indent=1) + "\n"
+    store.write_text(sidecar_path, text)
+    return text
+
+
+def _is_intact(store: Store, sidecar: dict, plan_hash: str) -> bool:
+    if sidecar["plan_hash"] != plan_hash:
+        return False
+    try:
+        return all(store.sha256(shard["path"]) == shard["sha256"] for shard in sidecar["files"])
+    except FileNotFoundError:
+        return False
+
+
+def _chunks(
+    config: DataConfig, reader: Reader, rows: list[Row], found: _Found
+) -> Iterator[tuple[pa.Table, dict[int, np.ndarray]]]:
+    """Rows in plan order as (columns but px, resolution -> pixels), a bounded number at a time, in memory that is used
+    again for the next ones.
+
+    Inside a chunk items are read in the order of their places in the source, each once for all its tiles. What cannot
+    be used is added to `found.quarantine`, what was read to `found.contents`.
+    """
+    bytes_per_row = sum(resolution**2 * 3 for resolution in config.resolutions)
+    shared = any(row.top is not None or row.item.block is not None for row in rows)
+    rows_per_chunk = min(len(rows), max(1, (_SHARED_CHUNK_BYTES if shared else _CHUNK_BYTES) // bytes_per_row))
+    memory = {r: np.empty((rows_per_chunk, r, r, 3), np.uint8) for r in config.resolutions}  # of every chunk in turn
+    for begin in range(0, len(rows), rows_per_chunk):
+        chunk = rows[begin : begin + rows_per_chunk]
+        squares = {resolution: array[: len(chunk)] for resolution, array in memory.items()}
+        facts: dict[int, tuple[int, int, int]] = {}  # place in the chunk: orig_h, orig_w, flags
+        for places in _by_item(chunk):
+            item = chunk[places[0]].item
+            try:
+                decoded = _decode(config, reader, item, found)
+                height, width = decoded.pixels.shape[:2]
+                refuse_small(min(height, width), config.min_side)
+                if not config.allow_upscaling:
+                    refuse_small(min(height, width, config.tile_size or height), max(config.resolutions))
+            except images.UnusableImage as error:
+                found.quarantine.append(quarantine_record(reader, item, error.reason, error.message)[0])
+                continue
+            for place in places:
+                square = _square(config, chunk[place], decoded.pixels)
+                upscaled = ("upscaled",) if min(square.shape[:2]) < max(config.resolutions) else ()
+                facts[place] = (height, width, images.flags_of(decoded.conversions + upscaled))
+                resized = images.resize_squares(square, config.resolutions, profile=config.round_profile)
+                for resolution, array in squares.items():
+                    array[place] = resized[resolution]
+        used = sorted(facts)
+        if len(used) < len(chunk):
+            squares = {resolution: array[used] for resolution, array in squares.items()}
+        columns = [
+            [chunk[i].key for i in used],
+            [chunk[i].item.label for i in used],
+            *([facts[i][column] for i in used] for column in range(3)),
+        ]
+        fields = list(schema(config.image_size))[:-1]
+        arrays = [pa.array(values, field.type) for values, field in zip(columns, fields, strict=True)]
+        yield pa.Table.from_arrays(arrays, schema=pa.schema(fields)), squares
+
+
+def _by_item(rows: list[Row]) -> list[list[int]]:
+    """Places in `rows`, those of one item together, items in the order of the source's bytes."""
+    places: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        places.setdefault(row.item.key, []).append(place)
+
+    def where(group: list[int]) -> tuple:
+        item = rows[group[0]].item
+        return item.path, item.block or 0, item.row or 0, item.offset or 0
+
+    return sorted(places.values(), key=where)
+
+
+def _decode(config: DataConfig, reader: Reader, item: Item, found: _Found) -> images.Decoded:
+    data = reader.read(item)
+    found.contents.append(content_of(item.key, data))
+    if item.layout != ENCODED:
+        return images.from_raw(data, planar=item.layout == CHW)
+    return images.decode(
+        data, profile=config.decode_profile, name=item.key, exif=config.exif, strict_jpeg=config.strict_jpeg
+    )
+
+
+def _square(config: DataConfig, row: Row, pixels: np.ndarray) -> np.ndarray:
+    """What becomes the training image: a square, or, to be squashed, all of it. A view."""
+    if row.top is not None and row.left is not None:
+        assert config.tile_size is not None
+        return pixels[row.top : row.top + config.tile_size, row.left : row.left + config.tile_size]
+    if config.crop == "random":
+        height, width = pixels.shape[:2]
+        side = min(height, width)
+        (place,) = draws(config.seed, [row.key], [0], purpose="crop", high=max(height, width) - side + 1)
+        return pixels[place : place + side] if height > width else pixels[:, place : place + side]
+    return pixels if config.crop == "squash" else images.center_crop(pixels)

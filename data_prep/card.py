@@ -66,7 +66,7 @@ def counts(manifest: Manifest) -> list[str]:
     lines = [f"source: {manifest.source['name']} ({manifest.source['recognised_by']})"]
     lines += [f"data set {manifest.dataset}: {sum(manifest.num_images.values())} images ({images})"]
     kinds = {"converted": manifest.conversions, "quarantined": manifest.quarantine}
-    kinds["left alone"] = manifest.source["skipped"]
+    kinds["skipped"] = manifest.source["skipped"]
     for what, found in kinds.items():
         lines.append(f"{what}: {sum(found.values())}" + (f" ({_counts(found)})" if found else ""))
     return lines

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-SOURCES = (
-    "auto",
+LAYOUTS = (  # each is a module of data_prep.sources; `auto` recognises them
     "ilsvrc_tar",
     "ilsvrc_folder",
     "imagenet_oord",
@@ -17,22 +17,30 @@ SOURCES = (
     "cifar10",
     "folder",
 )
+SOURCES = ("auto", *LAYOUTS)
 CROPS = ("center", "squash", "random", "tiles")
 PROFILES = {"tf": ("fast", "truncate"), "accurate": ("accurate", "nearest")}  # DCT, rounding
 SPLITS = ("train", "valid", "test")
 SPLIT_RULES = ("auto", "by_photo", "glow", "celeba_partition", "file")
 
 
+def _not_semantic(default: Any) -> Any:
+    """A field that does not decide the bytes of the data set: where images are, and when a build gives up."""
+    return field(default=default, metadata={"semantic": False})
+
+
 @dataclass(frozen=True)
 class DataConfig:
-    """One Parquet data set. Everything here changes the bytes that are written, except `root` (a place)."""
+    """One Parquet data set. Every field decides its bytes, except those with metadata semantic=False."""
 
     dataset: str  # id that every reported figure names, such as demo_photos
     image_size: int  # H = W that the networks model, pixels
     resolutions: list[int]  # every H = W to write, image_size among them
     bits: list[int]  # every depth to write, 8 among them; depth b holds the b most significant bits
     source: str = "auto"  # layout of the raw images; auto: recognised by the names of the files
-    root: str | None = None  # path or URI of the raw images; None: the photos that come with this package
+    root: str | None = _not_semantic(
+        None
+    )  # path or URI of the raw images; None: the photos that come with this package
     split: str = "auto"  # auto: the source's own test split, else by photo; see data_prep/splits.py
     split_file: str | None = None  # of split file: lines "key split"; a path below root, else any path or URI
     crop: str = "center"  # center: the central square; squash: all of it; random: a seeded square; tiles: many squares
@@ -42,7 +50,9 @@ class DataConfig:
     dct: str | None = None  # fast, accurate; None: as the profile says
     rounding: str | None = None  # truncate, nearest; None: as the profile says
     exif: str = "ignore"  # ignore the orientation, as TensorFlow does, or apply it
-    strict_jpeg: bool = False  # JPEGs with damaged pixels go to quarantine; else they are flagged, as no decoder minds
+    strict_jpeg: bool = (
+        False  # JPEGs with damaged pixels go to quarantine; else they are flagged, as decoders accept them
+    )
     min_side: int = 1  # photos with a shorter side go to quarantine
     allow_upscaling: bool = True  # scale up below a resolution; else quarantine
     allow_truncated_archive: bool = False  # build from what is there of a tar that is cut off
@@ -50,8 +60,8 @@ class DataConfig:
     num_test_photos: int = 0  # 0 where the source has a test split of its own
     rows_per_shard: int = 10_000
     row_group_rows: int | None = None  # None: as many as make about 16 MB of pixels
-    max_quarantine_fraction: float | None = None  # above it the build fails; None: 0 for known data sets, else 0.001
-    check_counts: bool = True  # known data sets must have exactly as many images as were published
+    max_quarantine_fraction: float | None = _not_semantic(None)  # more fail the build; None: 0 if known, else 0.001
+    check_counts: bool = _not_semantic(True)  # known data sets must have exactly as many images as were published
     seed: int = 0  # decides the splits and the row order
 
     def __post_init__(self) -> None:

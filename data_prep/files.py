@@ -1,7 +1,8 @@
-"""Files on local paths, NFS, S3 and GCS through pyarrow filesystems: one class, and files that are whole or absent.
+"""Files in a folder on a local disk, NFS, S3 or GCS, through pyarrow filesystems.
 
-Nothing here renames or links across a store: a file appears by one put (local: temporary file, fsync, rename inside the
-same folder), so a reader sees all of it or none.
+A file is written in one way: it becomes visible whole or not at all. Locally that is a temporary file in the same
+folder, fsync and a rename; object stores show an upload only when it is complete, so there it is one put. Nothing is
+renamed or linked across a store. Calls that may be repeated are repeated after a transient error.
 
     store = open_store("s3://bucket/spn/imagenet128")
     store.write_bytes("nodes/a/_SUCCESS.json", b"{}")
@@ -13,42 +14,40 @@ import errno
 import functools
 import hashlib
 import os
-import pathlib
 import posixpath
 import re
-import shutil
+import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, ParamSpec, TypeVar
 
+import pyarrow as pa
 import pyarrow.fs as pafs
-import yaml
 
-_SCHEME = re.compile(r"^[a-z][a-z0-9+.-]+://")
-_TEMPORARY = re.compile(r"\.tmp-\d+$")
-_HICCUPS = {
+SCHEMES = ("file", "s3", "gs")
+
+_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{8}-\d+$")  # random, then the writer's pid
+_TRANSIENT = {
     *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EPIPE, errno.ECONNREFUSED),
     *(errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN),
     *(errno.ENETRESET, errno.ENOTCONN),
 }
-# pyarrow passes on in words what an object store or the way to it said.
-_HICCUP_WORDS = re.compile(
+# pyarrow reports errors of object stores and of the network as text.
+_TRANSIENT_WORDS = re.compile(
     r"AWS Error (NETWORK_CONNECTION|SLOW_DOWN|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|THROTTLING|REQUEST_TIMEOUT|"
     r"REQUEST_EXPIRED|UNKNOWN \(HTTP status (429|5\d\d)\))|curlCode|Status\((UNAVAILABLE|DEADLINE_EXCEEDED|INTERNAL)|"
     r"timed? ?out|connection (reset|closed|refused)",
     re.IGNORECASE,
 )
-_SYNC_BYTES = 8_000_000  # written to a local file before the disk is asked to take them
-
-SCHEMES = ("file", "s3", "gs")
-MARKER = "config.yaml"  # its `name` says whose run folder this is
-_CHUNK = 4 * 2**20  # bytes a read
-_RETRY_SEC = (0.5, 2.0, 8.0)  # waits before the same call is tried again after a hiccup
+_RETRY_SEC = (0.5, 2.0, 8.0)  # waits before a call is repeated after a transient error
+_CHUNK = 4 * 2**20  # bytes per read
+_SYNC_BYTES = 8_000_000  # written to a local file between two background fsyncs
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -57,40 +56,39 @@ class UserError(Exception):
     """A mistake in the arguments, the config or the named data; the message is one line: what, where, what is valid."""
 
 
-def is_hiccup(error: BaseException) -> bool:
-    """Whether the same call on a store may work in a moment: the disk, the network or the server failed, not we.
+def is_transient(error: BaseException) -> bool:
+    """Whether the same call on a store may succeed in a moment: the disk, the network or the server failed.
 
-    A missing file, a full disk or a refused permission stays what it is.
+    A missing file, a full disk and a refused permission are not transient.
     """
     if not isinstance(error, OSError) or isinstance(error, FileNotFoundError | PermissionError):
         return False
-    if isinstance(error, ConnectionError | TimeoutError) or error.errno in _HICCUPS:
+    if isinstance(error, ConnectionError | TimeoutError) or error.errno in _TRANSIENT:
         return True
-    return error.errno is None and _HICCUP_WORDS.search(str(error)) is not None
+    return error.errno is None and _TRANSIENT_WORDS.search(str(error)) is not None
 
 
-def locate(uri: str) -> tuple[pafs.FileSystem, str]:
-    """A local path or a URI (file, s3, gs, ...) -> its filesystem and the path on it, without a trailing slash."""
-    if not _SCHEME.match(uri):
-        uri = str(pathlib.Path(uri).expanduser().absolute())
-    filesystem, path = pafs.FileSystem.from_uri(uri)
-    return filesystem, path.rstrip("/") or "/"
+def retried(call: Callable[P, R]) -> Callable[P, R]:
+    """Repeats the call after a transient error; for calls that may be made twice."""
 
+    @functools.wraps(call)
+    def repeated(*args: P.args, **kwargs: P.kwargs) -> R:
+        for wait_sec in _RETRY_SEC:
+            try:
+                return call(*args, **kwargs)
+            except OSError as error:
+                if not is_transient(error):
+                    raise
+            time.sleep(wait_sec)
+        return call(*args, **kwargs)
 
-def exists(filesystem: pafs.FileSystem, path: str) -> bool:
-    return filesystem.get_file_info(path).type == pafs.FileType.File
-
-
-def read_bytes(filesystem: pafs.FileSystem, path: str) -> bytes:
-    with filesystem.open_input_stream(path) as stream:
-        return stream.read()
+    return repeated
 
 
 class HashedStream:
-    """A binary stream to write to that counts and hashes what passes through it.
+    """A binary stream for writing that counts and hashes its bytes.
 
-    `syncs`: writes the local file behind `stream` to the disk from there while more is written, so that the end, which
-    has to wait for the disk, has little left to wait for.
+    `syncs` runs fsync of a local file in the background while more is written, so that the final fsync is short.
     """
 
     def __init__(self, stream: BinaryIO, *, syncs: ThreadPoolExecutor | None = None) -> None:
@@ -104,21 +102,21 @@ class HashedStream:
         self._sha.update(data)
         self.num_bytes += len(data)
         written = self._stream.write(data)
-        if self._syncs is not None and self.num_bytes - self._sync_bytes >= _SYNC_BYTES and self._is_settled():
+        if self._syncs is not None and self.num_bytes - self._sync_bytes >= _SYNC_BYTES and self._is_synced():
             self._sync, self._sync_bytes = self._syncs.submit(os.fsync, self._stream.fileno()), self.num_bytes
         return written
 
     def flush(self) -> None:
         self._stream.flush()
 
-    def to_disk(self) -> None:
+    def sync(self) -> None:
         """Returns when all of a local file is on the disk."""
         if self._sync is not None:
-            self._sync.result()  # the kernel tells of an error once: the fsync below would not
+            self._sync.result()  # the kernel reports an error once: the fsync below would not see it
         self._stream.flush()
         os.fsync(self._stream.fileno())
 
-    def _is_settled(self) -> bool:
+    def _is_synced(self) -> bool:
         if self._sync is not None and self._sync.done():
             self._sync.result()
         return self._sync is None or self._sync.done()
@@ -128,113 +126,25 @@ class HashedStream:
         return self._sha.hexdigest()
 
 
-@contextmanager
-def whole_file(filesystem: pafs.FileSystem, path: str) -> Iterator[HashedStream]:
-    """A stream to `path`, which becomes visible only when the block ends without an error; see `whole_files`."""
-    with whole_files(filesystem, [path]) as streams:
-        yield streams[path]
-
-
-@contextmanager
-def whole_files(filesystem: pafs.FileSystem, paths: list[str]) -> Iterator[dict[str, HashedStream]]:
-    """path -> a stream to it. The files become visible only when the block ends without an error, each of them whole.
-
-    Locally: temporary names beside them, all on the disk before the first is renamed. Object stores show an upload only
-    when it is complete, and have no rename, so there the block ends with one put for each.
-    """
-    if isinstance(filesystem, pafs.LocalFileSystem):
-        folders = sorted({os.path.dirname(path) for path in paths})
-        temporaries = {path: f"{path}.tmp-{os.getpid()}" for path in paths}
-        for folder in folders:
-            os.makedirs(folder, exist_ok=True)
-        try:
-            with ThreadPoolExecutor(1, "sync") as syncs, ExitStack() as stack:
-                streams = {
-                    path: HashedStream(stack.enter_context(open(temporary, "wb")), syncs=syncs)
-                    for path, temporary in temporaries.items()
-                }
-                yield streams
-                for stream in streams.values():
-                    stream.to_disk()
-            for path, temporary in temporaries.items():
-                os.replace(temporary, path)
-            for folder in folders:
-                _fsync_folder(folder)
-        finally:
-            for temporary in temporaries.values():
-                if os.path.exists(temporary):
-                    os.remove(temporary)
-        return
-    # An output stream that is closed by an error would publish half a file, so the bytes are complete before it opens.
-    with tempfile.TemporaryDirectory(prefix="data_prep-") as folder:
-        scratch = {path: os.path.join(folder, str(i)) for i, path in enumerate(paths)}
-        with ExitStack() as stack:
-            yield {path: HashedStream(stack.enter_context(open(place, "wb"))) for path, place in scratch.items()}
-        for path, place in scratch.items():
-            with open(place, "rb") as source, filesystem.open_output_stream(path) as target:
-                while chunk := source.read(1 << 24):
-                    target.write(chunk)
-
-
-def remove_temporaries(filesystem: pafs.FileSystem, folder: str) -> None:
-    """Deletes what killed writers of `whole_file` left below a local folder."""
-    if isinstance(filesystem, pafs.LocalFileSystem):
-        for path in pathlib.Path(folder).rglob("*.tmp-*"):
-            if _TEMPORARY.search(path.name):
-                path.unlink(missing_ok=True)
-
-
-def put_bytes(filesystem: pafs.FileSystem, path: str, data: bytes) -> None:
-    with whole_file(filesystem, path) as stream:
-        stream.write(data)
-
-
-def digest(filesystem: pafs.FileSystem, path: str) -> tuple[int, str]:
-    """(bytes, sha256 in hex) of a file, read in pieces."""
-    sha, size = hashlib.sha256(), 0
-    with filesystem.open_input_stream(path) as stream:
-        while chunk := stream.read(1 << 22):
-            sha.update(chunk)
-            size += len(chunk)
-    return size, sha.hexdigest()
-
-
-def _fsync_folder(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _patient(call: Callable[P, R]) -> Callable[P, R]:
-    """Tries again after a hiccup; for calls that may be made twice."""
-
-    @functools.wraps(call)
-    def patient(*args: P.args, **kwargs: P.kwargs) -> R:
-        for wait_sec in _RETRY_SEC:
-            try:
-                return call(*args, **kwargs)
-            except OSError as error:
-                if not is_hiccup(error):
-                    raise
-            time.sleep(wait_sec)
-        return call(*args, **kwargs)
-
-    return patient
-
-
 @dataclass(frozen=True)
 class FileEntry:
-    """A file or a folder below a store; path is relative to where it was listed from the store's root."""
+    """A file or a folder below a store; `path` is relative to the store's root."""
 
     path: str
     bytes: int
     is_folder: bool
+    mtime_ns: int = 0  # 0 where the filesystem has none
+    is_special: bool = False  # a pipe, a socket or a device
+
+
+Entries = list[FileEntry]
 
 
 class Store:
-    """A folder on some filesystem. Paths given to methods are relative, with forward slashes; "" is the folder."""
+    """A folder on some filesystem. Paths given to methods are relative, with forward slashes; "" is the folder itself.
+
+    A store can be pickled; it is opened again by its URI.
+    """
 
     def __init__(self, uri: str, *, filesystem: pafs.FileSystem, base: str) -> None:
         self.uri = uri
@@ -250,6 +160,8 @@ class Store:
 
     def __setstate__(self, uri: str) -> None:
         self.__dict__.update(open_store(uri).__dict__)
+
+    # ---- places ----
 
     def path(self, relative: str = "") -> str:
         """The path that self.filesystem understands, e.g. "bucket/folder/file"."""
@@ -269,24 +181,55 @@ class Store:
         """The store rooted at a folder below."""
         return Store(self.uri_of(relative), filesystem=self.filesystem, base=self.path(relative))
 
-    @_patient
-    def info(self, relative: str) -> FileEntry | None:
-        """What lies there, None if nothing does."""
+    # ---- what is there ----
+
+    @retried
+    def info(self, relative: str = "") -> FileEntry | None:
+        """What is there, None if nothing is."""
         found = self.filesystem.get_file_info(self.path(relative))
         return None if found.type == pafs.FileType.NotFound else self._entry(found)
+
+    @retried
+    def infos(self, relatives: Sequence[str]) -> list[FileEntry | None]:
+        """The same for many paths in one call."""
+        found = self.filesystem.get_file_info([self.path(relative) for relative in relatives])
+        return [None if each.type == pafs.FileType.NotFound else self._entry(each) for each in found]
 
     def exists(self, relative: str) -> bool:
         return self.info(relative) is not None
 
-    def list(self, relative: str = "") -> list[FileEntry]:
+    def list(self, relative: str = "") -> Entries:
         """Files and folders directly below, by name; empty where there is no such folder."""
-        return self._select(relative, recursive=False)
+        return self.select(relative, recursive=False)
 
-    def walk(self, relative: str = "") -> list[FileEntry]:
+    def walk(self, relative: str = "") -> Entries:
         """All files below, by path."""
-        return [entry for entry in self._select(relative, recursive=True) if not entry.is_folder]
+        return [entry for entry in self.select(relative, recursive=True) if not entry.is_folder]
 
-    @_patient
+    @retried
+    def select(self, relative: str = "", *, recursive: bool) -> Entries:
+        selector = pafs.FileSelector(self.path(relative), recursive=recursive, allow_not_found=True)
+        entries = (self._entry(found) for found in self.filesystem.get_file_info(selector))
+        return sorted(entries, key=lambda entry: entry.path)
+
+    def _entry(self, found: pafs.FileInfo) -> FileEntry:
+        is_folder = found.type == pafs.FileType.Directory
+        return FileEntry(
+            path=found.path.removeprefix(self.base.rstrip("/") + "/") if found.path != self.base else ".",
+            bytes=0 if is_folder else found.size or 0,
+            is_folder=is_folder,
+            mtime_ns=found.mtime_ns or 0,
+            is_special=found.type == pafs.FileType.Unknown,
+        )
+
+    # ---- reading ----
+
+    @retried
+    def open(self, relative: str) -> pa.NativeFile:
+        """A file for reading at any position. Raises FileNotFoundError."""
+        return self.filesystem.open_input_file(self.path(relative))
+
+    @retried
     def read_bytes(self, relative: str) -> bytes:
         """Raises FileNotFoundError."""
         with self.filesystem.open_input_stream(self.path(relative)) as stream:
@@ -298,26 +241,39 @@ class Store:
             while chunk := stream.read(_CHUNK):
                 yield chunk
 
-    @_patient
-    def write_bytes(self, relative: str, data: bytes) -> None:
-        """Puts the whole file in one step and makes folders as needed; replaces what was there."""
-        target = self.local(relative)
-        if target is not None:
-            _write_local(target, data)
-            return
-        with self._output(relative) as stream:
-            stream.write(data)
-
-    def write_text(self, relative: str, text: str) -> None:
-        self.write_bytes(relative, text.encode())
-
-    @_patient
+    @retried
     def sha256(self, relative: str) -> str:
         """Hex digest of a file's content."""
         digest = hashlib.sha256()
         for chunk in self.chunks(relative):
             digest.update(chunk)
         return digest.hexdigest()
+
+    def download(self, relative: str, target: Path | str) -> None:
+        """Copies a file, or all files below a folder, to a local path. Raises FileNotFoundError."""
+        target, entry = Path(target), self.info(relative)
+        if entry is None:
+            raise FileNotFoundError(f"{self.uri_of(relative)} does not exist")
+        files = self.walk(relative) if entry.is_folder else [entry]
+        for file in files:
+            inside = posixpath.relpath(file.path, relative) if entry.is_folder and relative else file.path
+            self._get(file.path, target / inside if entry.is_folder else target)
+
+    @retried
+    def _get(self, relative: str, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("wb") as out:
+            for chunk in self.chunks(relative):
+                out.write(chunk)
+
+    # ---- writing ----
+
+    def write_bytes(self, relative: str, data: bytes) -> None:
+        """Replaces the file in one step and makes folders as needed."""
+        self._put(relative, lambda stream: stream.write(data))
+
+    def write_text(self, relative: str, text: str) -> None:
+        self.write_bytes(relative, text.encode())
 
     def upload(self, source: Path | str, relative: str) -> None:
         """Copies a local file, or all files below a local folder, to `relative`."""
@@ -328,61 +284,85 @@ class Store:
         for file in sorted(p for p in source.rglob("*") if p.is_file()):
             self._put_file(file, posixpath.join(relative, file.relative_to(source).as_posix()))
 
-    def download(self, relative: str, target: Path | str) -> None:
-        """Copies a file, or all files below a folder, to a local path. Raises FileNotFoundError."""
-        target, entry = Path(target), self.info(relative)
-        if entry is None:
-            raise FileNotFoundError(f"{self.uri_of(relative)} does not exist")
-        files = self.walk(relative) if entry.is_folder else [entry]
-        for file in files:
-            inside = posixpath.relpath(file.path, relative) if entry.is_folder and relative else file.path
-            self._get_file(file.path, target / inside if entry.is_folder else target)
+    @contextmanager
+    def writing(self, relatives: Sequence[str]) -> Iterator[dict[str, HashedStream]]:
+        """{path: stream}. The files become visible when the block ends without an error, each of them whole.
 
-    @_patient
-    def delete(self, relative: str) -> None:
-        """Removes a file or a folder with all below; nothing happens if it is not there."""
+        Locally all of them are on the disk before the first is renamed.
+        """
+        if self.is_local:
+            yield from self._writing_locally(relatives)
+            return
+        # An output stream that an error closes would publish half a file, so the bytes are complete before it opens.
+        with tempfile.TemporaryDirectory(prefix="data_prep-") as folder:
+            scratch = {relative: Path(folder, str(i)) for i, relative in enumerate(relatives)}
+            with ExitStack() as stack:
+                yield {relative: HashedStream(stack.enter_context(p.open("wb"))) for relative, p in scratch.items()}
+            for relative, place in scratch.items():
+                self._put_file(place, relative)
+
+    def _writing_locally(self, relatives: Sequence[str]) -> Iterator[dict[str, HashedStream]]:
+        suffix = f".tmp-{secrets.token_hex(4)}-{os.getpid()}"
+        targets = {relative: self.path(relative) for relative in relatives}
+        folders = sorted({os.path.dirname(path) for path in targets.values()})
+        for folder in folders:
+            os.makedirs(folder, exist_ok=True)
+        try:
+            with ThreadPoolExecutor(1, "sync") as syncs, ExitStack() as stack:
+                opened = {r: stack.enter_context(open(path + suffix, "wb")) for r, path in targets.items()}
+                streams = {relative: HashedStream(stream, syncs=syncs) for relative, stream in opened.items()}
+                yield streams
+                for stream in streams.values():
+                    stream.sync()
+            for path in targets.values():
+                os.replace(path + suffix, path)
+            for folder in folders:
+                _sync_folder(folder)
+        finally:
+            for path in targets.values():
+                if os.path.exists(path + suffix):
+                    os.remove(path + suffix)
+
+    def _put_file(self, source: Path, relative: str) -> None:
+        def fill(stream: BinaryIO | HashedStream) -> None:
+            with source.open("rb") as reader:
+                while chunk := reader.read(_CHUNK):
+                    stream.write(chunk)
+
+        self._put(relative, fill)
+
+    @retried
+    def _put(self, relative: str, fill: Callable[[BinaryIO | HashedStream], object]) -> None:
+        """Writes one file; `fill` writes its bytes to a stream and may be called again."""
+        if self.is_local:
+            with self.writing([relative]) as streams:
+                fill(streams[relative])
+            return
+        path = self.path(relative)
+        try:  # object stores have no folders; only filesystems that have them need them made
+            stream = self.filesystem.open_output_stream(path)
+        except FileNotFoundError:
+            self.filesystem.create_dir(posixpath.dirname(path), recursive=True)
+            stream = self.filesystem.open_output_stream(path)
+        with stream:
+            fill(stream)
+
+    # ---- deleting ----
+
+    @retried
+    def delete(self, relative: str = "") -> None:
+        """Removes a file, or a folder with all below it; does nothing where neither exists."""
         entry = self.info(relative)
         if entry is not None and entry.is_folder:
             self.filesystem.delete_dir(self.path(relative))
         elif entry is not None:
             self.filesystem.delete_file(self.path(relative))
 
-    @_patient
-    def _get_file(self, relative: str, place: Path) -> None:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with place.open("wb") as out:
-            for chunk in self.chunks(relative):
-                out.write(chunk)
-
-    @_patient
-    def _put_file(self, source: Path, relative: str) -> None:
-        target = self.local(relative)
-        if target is not None:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with source.open("rb") as reader, _replacing(target) as writer:
-                shutil.copyfileobj(reader, writer, _CHUNK)
-            return
-        with source.open("rb") as reader, self._output(relative) as writer:
-            shutil.copyfileobj(reader, writer, _CHUNK)
-
-    def _output(self, relative: str) -> BinaryIO:
-        path = self.path(relative)
-        try:  # object stores have no folders; only stores that do need them made
-            return self.filesystem.open_output_stream(path)
-        except FileNotFoundError:
-            self.filesystem.create_dir(posixpath.dirname(path), recursive=True)
-            return self.filesystem.open_output_stream(path)
-
-    @_patient
-    def _select(self, relative: str, *, recursive: bool) -> list[FileEntry]:
-        selector = pafs.FileSelector(self.path(relative), recursive=recursive, allow_not_found=True)
-        entries = (self._entry(found) for found in self.filesystem.get_file_info(selector))
-        return sorted(entries, key=lambda entry: entry.path)
-
-    def _entry(self, found: pafs.FileInfo) -> FileEntry:
-        relative = posixpath.relpath(found.path, self.base)
-        is_folder = found.type == pafs.FileType.Directory
-        return FileEntry(path=relative, bytes=0 if is_folder else found.size, is_folder=is_folder)
+    def remove_temporaries(self) -> None:
+        """Deletes what killed writers left below a local folder."""
+        for path in Path(self.base).rglob("*.tmp-*") if self.is_local else ():
+            if _TEMPORARY.search(path.name):
+                path.unlink(missing_ok=True)
 
 
 def open_store(uri: str | os.PathLike[str]) -> Store:
@@ -393,14 +373,15 @@ def open_store(uri: str | os.PathLike[str]) -> Store:
     text = os.fspath(uri)
     scheme = text.split("://", 1)[0] if "://" in text else ""
     if scheme in ("", "file"):
-        path = os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
+        path = urllib.parse.unquote(text.removeprefix("file://")) if scheme else text
+        path = os.path.abspath(os.path.expanduser(path))
         return Store(path, filesystem=pafs.LocalFileSystem(), base=path)
     if scheme not in SCHEMES:
-        raise UserError(f"storage {text!r}: scheme {scheme!r} is not known; use a local path, file://, s3:// or gs://")
+        raise UserError(f"{text!r} cannot be opened: use a local path, file://, s3:// or gs://, not {scheme}://")
     try:
         filesystem, base = pafs.FileSystem.from_uri(text)
     except (OSError, ValueError) as error:
-        raise UserError(f"storage {text!r} cannot be opened: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{text!r} cannot be opened: {str(error).splitlines()[0]}") from error
     return Store(text.rstrip("/"), filesystem=filesystem, base=base)
 
 
@@ -410,56 +391,18 @@ def join(uri: str, relative: str) -> str:
     return posixpath.join(head.rstrip("/") or "/", relative).rstrip("/") + mark + options
 
 
-def check_run_folder(store: Store, *, name: str) -> None:
-    """Raises UserError when the run folder was made by a config of another name."""
-    owner = run_folder_owner(store)
-    if owner is not None and owner != name:
-        raise UserError(f"{store.uri} is the run folder of config {owner!r}, not of {name!r}; choose another storage")
+def parent(uri: str) -> tuple[str, str]:
+    """A file's path or URI -> (its folder's, its name); the inverse of `join`."""
+    if uri.startswith("file://"):
+        uri = urllib.parse.unquote(uri.removeprefix("file://"))
+    head, mark, options = uri.partition("?") if "://" in uri else (uri, "", "")
+    folder, _, name = head.rpartition("/")
+    return (folder or "/") + mark + options, name
 
 
-def claim_run_folder(store: Store, *, name: str, config_yaml: str) -> None:
-    """Checks the run folder's owner and writes its config.yaml, which must hold `name`."""
-    check_run_folder(store, name=name)
-    store.write_text(MARKER, config_yaml)
-    assert run_folder_owner(store) == name, f"{MARKER} must hold name: {name}"
-
-
-def run_folder_owner(store: Store) -> str | None:
-    """The config name that a run folder belongs to, None for a new one. Raises UserError if config.yaml is not ours."""
+def _sync_folder(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        content = yaml.safe_load(store.read_bytes(MARKER))
-    except FileNotFoundError:
-        return None
-    except (yaml.YAMLError, UnicodeDecodeError):
-        content = None
-    if not isinstance(content, dict) or not isinstance(content.get("name"), str):
-        raise UserError(f"{store.uri_of(MARKER)} has no config name: {store.uri} does not look like a run folder")
-    return content["name"]
-
-
-def _write_local(target: Path, data: bytes) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _replacing(target) as stream:
-        stream.write(data)
-
-
-@contextmanager
-def _replacing(target: Path) -> Iterator[BinaryIO]:
-    """Writes a temporary file beside `target` and renames it on success, so that no half file is ever seen."""
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            os.fchmod(stream.fileno(), 0o666 & ~_umask())  # mkstemp makes private files; shared folders stay readable
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -81,7 +81,7 @@ def decode(
     """Decodes an encoded image by its content. `profile` decides the DCT of JPEGs.
 
     `name`: only to flag a suffix that says another format. `exif`: ignore the orientation, as TensorFlow does, or
-    apply it. `strict_jpeg`: damaged pixels that no decoder minds are corrupt_data instead of a flag. Raises
+    apply it. `strict_jpeg`: damaged pixels that decoders accept are corrupt_data instead of a flag. Raises
     UnusableImage: empty, not_an_image, unsupported_format, decompression_bomb, truncated, corrupt_data, animated.
     """
     if not data:
@@ -90,9 +90,9 @@ def decode(
         kind, pixels, conversions = "JPEG", *_decode_jpeg(data, profile=profile, strict=strict_jpeg)
     else:
         with _open(data) as image:
-            if getattr(image, "n_frames", 1) > 1:
-                raise UnusableImage("animated", f"{image.format} with {image.n_frames} frames")
-            kind = image.format
+            if (num_frames := getattr(image, "n_frames", 1)) > 1:
+                raise UnusableImage("animated", f"{image.format} with {num_frames} frames")
+            kind = image.format or ""
             pixels, conversions = _to_rgb(image, sixteen_bit=data.startswith(_PNG_MAGIC) and data[24] == 16)
     orientation = _exif_orientation(data)
     if orientation in _UPRIGHT:
@@ -109,7 +109,7 @@ def decode(
 def from_raw(data: bytes, *, planar: bool) -> Decoded:
     """Raw uint8 of a square, in planes of R, G and B or interleaved."""
     side = math.isqrt(len(data) // 3)
-    assert side * side * 3 == len(data), f"{len(data)} bytes are no square of RGB pixels"
+    assert side * side * 3 == len(data), f"{len(data)} bytes are not a square of RGB pixels"
     flat = np.frombuffer(data, np.uint8)
     return Decoded(flat.reshape(3, side, side).transpose(1, 2, 0) if planar else flat.reshape(side, side, 3), ())
 
@@ -148,7 +148,7 @@ def _decode_jpeg(data: bytes, *, profile: str, strict: bool) -> tuple[np.ndarray
             pixels = simplejpeg.decode_jpeg(data, **options)
         except ValueError as error:
             # A file that ends early lacks pixels. Other recoverable errors are damaged pixels, which TensorFlow and
-            # Pillow accept without a word: accepted here too, so that counts agree, but flagged.
+            # Pillow accept in silence: accepted here too, so that counts agree, but flagged.
             if "premature end of jpeg file" in str(error).lower():
                 raise UnusableImage("truncated", str(error)) from None
             if strict:

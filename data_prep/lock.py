@@ -1,53 +1,72 @@
-"""One start at a time on a run folder: a lock file locally, a lease object on object stores.
+"""One process at a time in a folder: a lock file on local disks, a lease object on object stores.
 
-A holder writes who it is and, every few seconds, that it is still alive. The lock of a process of this machine is that
-process's as long as it lives. A holder on another machine is told from a dead one by watching: its clock and ours need
-not agree, so times in the lock prove nothing. One that changes is held. One that stays as it is for `watch_sec` counts
-as free for who only looks; it is taken over then if its last sign of life is old by its own time too, else after
-`stale_sec`. On an object store there is no exclusive create, so two starts in the same second are told apart by reading
-the lease back after a moment; attempt ids keep even two writers harmless.
+The holder writes who it is (host, pid, since when) and a heartbeat every few seconds. A process that this one can see
+holds its lock for as long as it lives. A holder on another machine is judged by watching the file, because its clock
+and ours may differ: a file that changes is held; one that stays the same for `stale_sec` is of a dead holder (for
+`watch_sec` if the heartbeat in it is old as well, or for whoever only wants to look).
+
+A local lock is an exclusive create. Object stores have none: a lease is written, and read back after `settle_sec`, so
+of two processes that start in the same second one is refused. Even two writers would harm nothing: attempts have
+folders of their own, and files appear whole.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import Any, Protocol
+
+import psutil
 
 from data_prep.files import Store, UserError
-from data_prep.holder import describe, is_alive, is_here
 
 HEARTBEAT_SEC = 10.0
-STALE_SEC = 90.0  # several heartbeats: a busy disk must not look like death
-WATCH_SEC = 25.0  # two heartbeats and a half
-_LOOK_SEC = 0.5
-SETTLE_SEC = 1.0  # object stores: how long a rival start may need to overwrite our lease
+STALE_SEC = 90.0  # several heartbeats: a busy disk must not look like a dead holder
+WATCH_SEC = 25.0  # two and a half heartbeats
+SETTLE_SEC = 1.0  # how long a rival may need to overwrite a lease
+_LOOK_SEC = 0.25
+
+
+class Clock(Protocol):
+    """What the module `time` has; tests pass one of their own."""
+
+    def time(self) -> float: ...
+    def monotonic(self) -> float: ...
+    def sleep(self, seconds: float, /) -> None: ...
 
 
 class Lock:
-    """Context manager; raises UserError (one line: who holds it, since when) when the run folder is in use."""
+    """Context manager; raises UserError (one line: who holds it, since when) when the folder is in use.
+
+    `grace_sec`: how long to wait for a living holder to end before refusing, for holders that may be dying already.
+    """
 
     def __init__(
         self,
         store: Store,
         *,
         file: str = "run.lock",
-        stale_sec: float = STALE_SEC,
         heartbeat_sec: float = HEARTBEAT_SEC,
+        stale_sec: float = STALE_SEC,
         watch_sec: float = WATCH_SEC,
         settle_sec: float = SETTLE_SEC,
+        grace_sec: float = 0.0,
+        clock: Clock = time,
     ) -> None:
         self.store, self.file = store, file
-        self.stale_sec, self.heartbeat_sec = stale_sec, heartbeat_sec
-        self.watch_sec, self.settle_sec = watch_sec, settle_sec
-        self.lost = False  # another start took the lock over: this one was silent for too long
+        self.heartbeat_sec, self.stale_sec, self.watch_sec = heartbeat_sec, stale_sec, watch_sec
+        self.settle_sec, self.grace_sec, self.clock = settle_sec, grace_sec, clock
+        self.lost = False  # another process took the lock because this one had been silent for too long
         self.token = uuid.uuid4().hex
-        self._started = time.time()
-        self._watched: tuple[dict, float] | None = None  # another machine's lock, monotonic time when it was so first
+        self._started = clock.time()
+        self._watched: tuple[dict[str, Any], float] | None = None  # the lock's content, when it was first seen so
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -59,142 +78,201 @@ class Lock:
         self.release()
 
     def acquire(self) -> None:
-        """Raises UserError if another living start holds the lock."""
-        if self.store.is_local:
-            self._create_file()
-        else:
-            self._take_lease()
-        self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+        """Raises UserError if a living process holds the lock."""
+        deadline = self.clock.monotonic() + self.grace_sec
+        while not self._try_to_take():
+            found = self._read()
+            if found is not None:
+                self._wait_for_death(found, deadline)
+        self._thread = threading.Thread(target=self._beat, name="lock-heartbeat", daemon=True)
         self._thread.start()
 
     def release(self) -> None:
-        """Gives the lock back, unless another start has taken it over meanwhile."""
+        """Removes the lock, unless another process has taken it over."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
-        holder = self._read()
-        if holder is not None and holder.get("token") == self.token:
+        if self._is_ours(self._read()):
             self.store.delete(self.file)
 
-    def holder(self) -> dict | None:
-        """The living start that holds the lock, None if it is free: {"token", "host", "pid", "since": seconds, ...}.
+    def check(self) -> None:
+        """Raises UserError when another process took the lock over, which can happen to one that was suspended."""
+        found = self._read()
+        if not self._is_ours(found):
+            raise UserError(f"{self.store.uri} was taken over by {described(found or {})}, this process stops")
 
-        Takes up to `watch_sec` where the lock is of another machine.
+    def holder(self) -> dict[str, Any] | None:
+        """The living process that holds the lock, None if it is free: {"token", "host", "pid", "since": seconds, ...}.
+
+        Takes up to `watch_sec` where the lock is another machine's.
         """
         found = self._read()
         return None if found is None else self._living(found, within_sec=self.watch_sec)
 
-    def _create_file(self) -> None:
-        path = self.store.local(self.file)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for _ in range(3):
-            try:
-                handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-            except FileExistsError:
-                self._evict_if_stale()
-                continue
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(self._content())
-            return
-        raise UserError(refusal_to_share(self.store, self._read() or {}))
+    # ---- taking it ----
 
-    def _evict_if_stale(self) -> None:
-        """Removes a dead start's lock file, or raises UserError. Only one of several rivals gets to remove it."""
-        holder = self._read()
-        if holder is None:
-            return
-        self._refuse_to_share_with_the_living(holder)
+    def _try_to_take(self) -> bool:
         path = self.store.local(self.file)
+        if path is None:
+            if self._read() is not None:
+                return False
+            self._write()
+            self.clock.sleep(self.settle_sec)
+            found = self._read()
+            if not self._is_ours(found):
+                raise UserError(refusal_to_share(self.store, found or {}))
+            return True
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            return False
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(self._content())
+        return True
+
+    def _wait_for_death(self, found: dict[str, Any], deadline: float) -> None:
+        """Returns when the lock is free, and removed; raises UserError when its holder lives past the deadline."""
+        while True:
+            looks_old = self.clock.time() - found.get("heartbeat", 0.0) > self.stale_sec
+            living = self._living(found, within_sec=self.watch_sec if looks_old else self.stale_sec)
+            if living is None:
+                return self._remove(found)
+            if self.clock.monotonic() >= deadline:
+                raise UserError(refusal_to_share(self.store, living))
+            self.clock.sleep(_LOOK_SEC)
+            now = self._read()
+            if now is None:
+                return None
+            found = now
+
+    def _living(self, holder: dict[str, Any], *, within_sec: float) -> dict[str, Any] | None:
+        """The lock's content if its holder lives; None if not, or if the lock was removed meanwhile."""
+        if _is_visible(holder):  # a living process keeps its lock, however long it was suspended
+            return holder if _is_alive(holder) else None
+        if self._watched is None or self._watched[0] != holder:
+            self._watched = holder, self.clock.monotonic()
+        end = self._watched[1] + within_sec
+        if (left := end - self.clock.monotonic()) > 0:
+            print(f"waiting up to {left:.0f} s for a heartbeat of {described(holder)}", file=sys.stderr)
+        while self.clock.monotonic() < end:
+            self.clock.sleep(_LOOK_SEC)
+            found = self._read()
+            if found != holder:
+                return found
+        return None
+
+    def _remove(self, dead: dict[str, Any]) -> None:
+        """Removes a dead holder's lock; locally by a rename, which succeeds for one of several rivals."""
+        path = self.store.local(self.file)
+        if path is None:
+            if self._read() == dead:
+                self.store.delete(self.file)
+            return
         aside = path.with_name(f"{path.name}.{self.token}")
         try:
             os.rename(path, aside)
         except FileNotFoundError:
             return
-        moved = _parse(aside.read_bytes())
-        if moved.get("token") != holder.get("token"):  # a rival was faster: that is its fresh lock, give it back
+        if _parse(aside.read_bytes()).get("token") != dead.get("token"):  # a rival's new lock: put it back
             try:
                 os.link(aside, path)
             except FileExistsError:
                 pass
         aside.unlink()
 
-    def _take_lease(self) -> None:
-        holder = self._read()
-        if holder is not None:
-            self._refuse_to_share_with_the_living(holder)
-        self.store.write_bytes(self.file, self._content())
-        time.sleep(self.settle_sec)
-        holder = self._read() or {}
-        if holder.get("token") != self.token:
-            raise UserError(refusal_to_share(self.store, holder))
+    # ---- holding it ----
 
     def _beat(self) -> None:
-        while not self._stop.wait(self.heartbeat_sec):
+        while not self._stop.wait(self.heartbeat_sec) and not self.lost:
             try:
-                holder = self._read()
-                if holder is not None and holder.get("token") != self.token:
-                    self.lost = True
-                    return
-                self.store.write_bytes(self.file, self._content())
+                self.beat()
             except OSError:
-                continue  # a store that is away for a moment: the next beat tries again
+                continue  # the next heartbeat tries again
 
-    def _refuse_to_share_with_the_living(self, holder: dict) -> None:
-        looks_old = time.time() - holder.get("heartbeat", 0.0) > self.stale_sec
-        living = self._living(holder, within_sec=self.watch_sec if looks_old else self.stale_sec)
-        if living is not None:
-            raise UserError(refusal_to_share(self.store, living))
+    def beat(self) -> None:
+        """One heartbeat, or `lost` where another process holds the lock."""
+        found = self._read()
+        self.lost = found is not None and not self._is_ours(found)
+        if not self.lost:
+            self._write()
 
-    def _living(self, holder: dict, *, within_sec: float) -> dict | None:
-        """The lock's content if its holder lives; None if not, or if it was given back meanwhile."""
-        if is_here(holder):  # a living process keeps it, however long it was suspended
-            return holder if is_alive(holder) else None
-        if self._watched is None or self._watched[0] != holder:
-            self._watched = holder, time.monotonic()
-        left = self._watched[1] + within_sec - time.monotonic()
-        if left > 0:
-            print(f"looking for a sign of life of {described(holder)}: up to {left:.0f} s", file=sys.stderr)
-        while time.monotonic() < self._watched[1] + within_sec:
-            time.sleep(_LOOK_SEC)
-            found = self._read()
-            if found != holder:
-                return found
-        return None
+    # ---- its content ----
 
-    def _read(self) -> dict | None:
+    def _is_ours(self, found: Mapping[str, Any] | None) -> bool:
+        return found is not None and found.get("token") == self.token
+
+    def _read(self) -> dict[str, Any] | None:
         try:
             content = self.store.read_bytes(self.file)
         except FileNotFoundError:
             return None
-        holder = _parse(content)
-        if not holder and self.store.is_local:
-            # Created but not written yet, or its writer died between the two: judge by the file's age.
+        found = _parse(content)
+        if not found and self.store.is_local:
+            # Created but not written yet, or its writer died in between: only the file's age says something.
             try:
                 return {"heartbeat": os.path.getmtime(self.store.path(self.file))}
             except FileNotFoundError:
                 return None
-        return holder
+        return found
+
+    def _write(self) -> None:
+        self.store.write_bytes(self.file, self._content())
 
     def _content(self) -> bytes:
-        times = {"since": self._started, "heartbeat": time.time()}
-        return json.dumps({"token": self.token, **describe(), **times}).encode()
+        times = {"since": self._started, "heartbeat": self.clock.time()}
+        return json.dumps({"token": self.token, **_this_process(), **times}).encode()
 
 
-def _parse(content: bytes) -> dict:
-    try:
-        holder = json.loads(content)
-    except ValueError:
-        return {}
-    return holder if isinstance(holder, dict) else {}
-
-
-def described(holder: dict) -> str:
+def described(holder: Mapping[str, Any]) -> str:
     """Who holds a lock, and since when."""
     if "pid" not in holder:
-        return "another start"
+        return "another process"
     since = datetime.fromtimestamp(holder.get("since", 0.0), tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     return f"process {holder['pid']} on {holder.get('host', 'an unknown host')} since {since}"
 
 
-def refusal_to_share(store: Store, holder: dict) -> str:
+def refusal_to_share(store: Store, holder: Mapping[str, Any]) -> str:
     return f"{store.uri} is in use by {described(holder)}; wait for it to end, or stop it"
+
+
+def _parse(content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _this_process() -> dict[str, Any]:
+    process = psutil.Process()
+    return {
+        "host": socket.gethostname(),
+        "place": _place(),
+        "pid": process.pid,
+        "process_started": process.create_time(),
+    }
+
+
+def _place() -> str:
+    """Names the set of processes that a pid belongs to: containers may share a host name and not their pids."""
+    try:
+        return f"{socket.gethostname()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _is_visible(holder: Mapping[str, Any]) -> bool:
+    return holder.get("place") == _place()
+
+
+def _is_alive(holder: Mapping[str, Any]) -> bool:
+    """Whether a visible holder lives. One that does not say its pid and start time counts as dead."""
+    try:
+        process = psutil.Process(holder["pid"])
+        same = abs(process.create_time() - holder["process_started"]) < 2.0  # else the pid was reused
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except (KeyError, ValueError, psutil.NoSuchProcess):
+        return False
+    except psutil.AccessDenied:
+        return True

@@ -14,13 +14,14 @@ import json
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from types import TracebackType
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from data_prep import files, images
+from data_prep import images
+from data_prep.files import HashedStream, Store, open_store
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -71,7 +72,7 @@ def pixels(table: pa.Table) -> np.ndarray:
 def pixels_of(column: pa.FixedSizeBinaryArray) -> np.ndarray:
     width = column.type.byte_width
     side = round((width // 3) ** 0.5)
-    assert side * side * 3 == width, f"px holds {width} bytes, no square of RGB pixels"
+    assert side * side * 3 == width, f"px holds {width} bytes, which is not a square of RGB pixels"
     if len(column) == 0:
         return np.empty((0, side, side, 3), np.uint8)
     flat = np.frombuffer(column.buffers()[1], np.uint8, count=len(column) * width, offset=column.offset * width)
@@ -108,9 +109,8 @@ class ShardWriter:
 
     def __init__(
         self,
-        filesystem: pafs.FileSystem,
+        store: Store,
         *,
-        folder: str,
         split: str,
         index: int,
         num_shards: int,
@@ -118,20 +118,20 @@ class ShardWriter:
         bits: list[int],
         row_group_rows: int | None,
     ) -> None:
-        self._filesystem, self._folder = filesystem, folder
+        self._store = store
         self._split, self._index, self._num_shards = split, index, num_shards
         self._bits = bits
         self._group_rows = {r: row_group_rows or default_row_group_rows(r) for r in resolutions}
         self._pending: dict[int, list[tuple[pa.Table, np.ndarray]]] = {r: [] for r in resolutions}
         self._row_groups: dict[int, list[int]] = {r: [] for r in resolutions}
-        self._streams: dict[tuple[int, int], files.HashedStream] = {}
+        self._streams: dict[tuple[int, int], HashedStream] = {}
         self._writers: dict[tuple[int, int], pq.ParquetWriter] = {}
         self._low = np.empty(0, np.uint8)  # values of a low depth, of one row group after another
 
     def __enter__(self) -> ShardWriter:
         paths = {(r, bits): self._path(r, bits) for r in self._pending for bits in self._bits}
         with ExitStack() as stack:  # when a writer cannot start, the files vanish again
-            streams = stack.enter_context(files.whole_files(self._filesystem, list(paths.values())))
+            streams = stack.enter_context(self._store.writing(list(paths.values())))
             for (resolution, bits), path in paths.items():
                 writer = pq.ParquetWriter(
                     streams[path],
@@ -164,9 +164,11 @@ class ShardWriter:
                     self._write_group(resolution, [*pending, rows])
                     pending.clear()
 
-    def __exit__(self, *error: object) -> None:
-        if error[0] is not None:
-            self._stack.__exit__(*error)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._stack.__exit__(kind, error, trace)
             return
         with self._stack:
             for resolution, pending in self._pending.items():
@@ -177,18 +179,16 @@ class ShardWriter:
         """What was written; call it after the `with` block."""
         found = []
         for (resolution, bits), stream in self._streams.items():
-            relative = self._path(resolution, bits)[len(self._folder) + 1 :]
-            groups = self._row_groups[resolution]
+            path, groups = self._path(resolution, bits), self._row_groups[resolution]
             found.append(
-                Shard(relative, self._split, self._index, resolution, bits, stream.num_bytes, stream.sha256, groups)
+                Shard(path, self._split, self._index, resolution, bits, stream.num_bytes, stream.sha256, groups)
             )
         return found
 
     def _path(self, resolution: int, bits: int) -> str:
-        name = shard_path(
+        return shard_path(
             resolution=resolution, bits=bits, split=self._split, index=self._index, num_shards=self._num_shards
         )
-        return f"{self._folder}/{name}"
 
     def _write_group(self, resolution: int, parts: list[tuple[pa.Table, np.ndarray]]) -> None:
         names = pa.concat_tables([part for part, _ in parts]).combine_chunks()
@@ -208,7 +208,7 @@ class Manifest:
     """What a finished data set is. Files that it does not list do not belong to it."""
 
     dataset: str
-    plan_hash: str  # of config, source listing, code and libraries
+    plan_hash: str  # of config, source listing and libraries
     config: dict  # DataConfig without root
     source: dict  # built_in, listing_hash, num_photos, skipped {reason: files}
     num_images: dict[str, int]  # by split
@@ -228,7 +228,7 @@ class Manifest:
     def from_json(text: str) -> Manifest:
         fields = json.loads(text)
         if fields["schema_version"] > SCHEMA_VERSION:
-            raise ValueError(f"schema_version is {fields['schema_version']}; this program knows {SCHEMA_VERSION}")
+            raise ValueError(f"schema_version is {fields['schema_version']}; this version reads up to {SCHEMA_VERSION}")
         return Manifest(**{**fields, "shards": [Shard(**shard) for shard in fields["shards"]]})
 
 
@@ -271,18 +271,16 @@ class Dataset:
 
 def open_dataset(uri: str) -> Dataset:
     """Raises ValueError when the folder holds no finished data set."""
-    filesystem, folder = files.locate(uri)
     try:
-        text = files.read_bytes(filesystem, f"{folder}/{MANIFEST}").decode()
+        text = open_store(uri).read_bytes(MANIFEST).decode()
     except FileNotFoundError:
-        raise ValueError(f"{uri} is no finished data set: it has no {MANIFEST}") from None
+        raise ValueError(f"{uri} is not a finished data set: it has no {MANIFEST}") from None
     return Dataset(uri, Manifest.from_json(text))
 
 
 def read_shard(uri: str, shard: Shard, *, row_group: int | None = None, columns: list[str] | None = None) -> pa.Table:
     """One row group of a shard, or all of it. Page checksums are verified."""
-    filesystem, folder = files.locate(uri)
-    with filesystem.open_input_file(f"{folder}/{shard.path}") as stream:
+    with open_store(uri).open(shard.path) as stream:
         parquet = pq.ParquetFile(stream, page_checksum_verification=True)
         if row_group is None:
             return parquet.read(columns=columns, use_threads=False)

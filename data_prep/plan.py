@@ -1,24 +1,39 @@
-"""What a build will write: photos split, rows permuted by the seed and cut into shards, and a hash of all of it."""
+"""What a build will write: photos split, rows permuted by the seed and cut into shards, and a hash of all of it.
+
+Every rule is a pure function of the keys, the seed and the source's files. `split` chooses which items are train, valid
+and test:
+
+    auto              the source's own split if it has one (ImageNet: its validation images are `test`), else by_photo
+    by_photo          num_valid_photos and num_test_photos are drawn by the seed
+    glow              CelebA-HQ as in Glow: the first 3,000 images, by number, are `test`
+    celeba_partition  CelebA-HQ by CelebA's own partition: needs list_eval_partition.txt and the mapping to CelebA
+    file              lines "key split" in split_file, one for each image
+
+Where test images are given and validation images are not, num_valid_photos of train are drawn by the seed.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
 import json
-import pathlib
+import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
-from data_prep import images, known, sources
+from data_prep import images
 from data_prep.config import SPLITS, DataConfig
-from data_prep.order import permutation
-from data_prep.sources.item import ENCODED, Item, Unplannable
-from data_prep.splits import split_items
+from data_prep.files import open_store, parent
+from data_prep.order import permutation, rank_by_hash
+from data_prep.sources.base import ENCODED, Item, Reader, Source, Unplannable, UnusableSource, as_text, readable
+
+NUM_GLOW_TEST = 3_000
 
 _BYTE_DECIDING_LIBRARIES = ("numpy", "pillow", "pyarrow", "simplejpeg")
-_BYTE_DECIDING_CODE = ("images.py", "order.py", "parquet.py", "plan.py", "resize.py", "shard.py", "splits.py")
+_MAPPINGS = ("CelebA-HQ-to-CelebA-mapping.txt", "image_list.txt")
+_PARTITION = "list_eval_partition.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +59,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    source: sources.Source
+    source: Source
     photos: dict[str, list[str]]  # split -> item keys
     shards: list[ShardPlan]
     quarantine: list[dict]  # items whose header is unusable already; records of QUARANTINE_SCHEMA
@@ -54,19 +69,20 @@ class Plan:
     versions: dict[str, str]
 
 
-def make_plan(config: DataConfig, source: sources.Source) -> Plan:
-    known.check_id(config, source.name)
+def make_plan(config: DataConfig, source: Source) -> Plan:
+    check_id(config, source.name)
     if source.side is not None and config.resolutions != [source.side]:
         what = f"source {source.name} has images of {source.side} pixels, which are the data set"
         raise Unplannable(f"resolutions is {list(config.resolutions)}; {what}: it must be [{source.side}]")
     if config.crop == "tiles" and any(item.layout != ENCODED for item in source.items[:1]):
         raise Unplannable(f"crop is 'tiles'; source {source.name} has small finished images, use center")
     by_split = split_items(config, source.root, source.items)
-    known.check_counts(config, source, {split: len(items) for split, items in by_split.items()})
-    shards, quarantine = [], []
-    with sources.Reader(source.root) as reader:
+    check_counts(config, source, {split: len(items) for split, items in by_split.items()})
+    shards: list[ShardPlan] = []
+    quarantine: list[dict] = []
+    with Reader(source.name, source.root) as reader:
         for number, split in enumerate(SPLITS):
-            rows = []
+            rows: list[Row] = []
             for item in by_split[split]:
                 if config.crop != "tiles":
                     rows.append(Row(item))
@@ -78,9 +94,8 @@ def make_plan(config: DataConfig, source: sources.Source) -> Plan:
             shards += _shards(config, split, number, rows)
         rejected = [quarantine_record(reader, r.item, r.reason, r.message) for r in source.rejected]
     versions = {name: importlib.metadata.version(name) for name in _BYTE_DECIDING_LIBRARIES}
-    config_parts = config_dict(config)
-    del config_parts["max_quarantine_fraction"]  # when to give up: another answer keeps the shards that are done
-    ingredients = [config_parts, source.name, source.listing_hash, _code_hash(), versions]
+    deciding = {f.name: getattr(config, f.name) for f in fields(config) if f.metadata.get("semantic", True)}
+    ingredients = [deciding, source.name, source.listing_hash, versions]
     plan_hash = hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
     return Plan(
         source=source,
@@ -103,7 +118,8 @@ def _shards(config: DataConfig, split: str, number: int, rows: list[Row]) -> lis
     rows = sorted(rows, key=lambda row: row.key)
     blocks = sorted({(row.item.path, row.item.block) for row in rows if row.item.block is not None})
     if blocks:
-        rank = {block: i for i, block in zip(permutation(len(blocks), config.seed, number, 1), blocks, strict=True)}
+        order = permutation(len(blocks), config.seed, number, 1).tolist()
+        rank: dict[tuple[str, int | None], int] = dict(zip(blocks, order, strict=True))
         rows.sort(key=lambda row: rank[row.item.path, row.item.block])
     else:
         rows = [rows[i] for i in permutation(len(rows), config.seed, number)]
@@ -134,21 +150,12 @@ def refuse_small(side: int, needed: int) -> None:
 
 
 def config_dict(config: DataConfig) -> dict:
-    fields = asdict(config)
-    del fields["root"]  # a place; what lies there is in the listing hash
-    return fields
+    """For the manifest: all but `root`, a place, whose contents are in the listing hash."""
+    return {name: value for name, value in asdict(config).items() if name != "root"}
 
 
-def _code_hash() -> str:
-    room = pathlib.Path(__file__).parent
-    sha = hashlib.sha256()
-    for path in [*(room / name for name in _BYTE_DECIDING_CODE), *sorted((room / "sources").glob("*.py"))]:
-        sha.update(path.read_bytes())
-    return sha.hexdigest()
-
-
-def quarantine_record(reader: sources.Reader, item: Item, reason: str, message: str) -> tuple[dict, str]:
-    """(record of QUARANTINE_SCHEMA, content as in `content_of`); bytes that cannot be had count as none."""
+def quarantine_record(reader: Reader, item: Item, reason: str, message: str) -> tuple[dict, str]:
+    """(record of QUARANTINE_SCHEMA, content as in `content_of`); bytes that cannot be read count as none."""
     try:
         data = reader.read(item) if item.size or item.block is not None else b""
     except images.UnusableImage:
@@ -183,3 +190,182 @@ def num_duplicates(contents: Iterable[str]) -> int:
     pairs = np.frombuffer(bytes.fromhex("".join(contents)), np.uint64).reshape(-1, 2)
     images_seen = np.unique(pairs, axis=0)  # tiles of one photo give it once for each shard
     return len(images_seen) - len(np.unique(images_seen[:, 1]))
+
+
+# ---- splits --------------------------------------------------------------------------------------------------------
+
+
+def split_items(config: DataConfig, root: str, items: list[Item]) -> dict[str, list[Item]]:
+    """Split -> items in the order given, disjoint. Raises Unplannable, UnusableSource."""
+    rule = config.split
+    if rule == "auto":
+        named = sum(item.split is not None for item in items)
+        if 0 < named < len(items):
+            raise UnusableSource("no_split", f"only {named} of {len(items)} images are in a split; use split=file")
+        rule = "own" if named else "by_photo"
+    if rule == "by_photo":
+        keys = split_photos(config, [item.key for item in items])
+        split_of = {key: split for split, found in keys.items() for key in found}
+    elif rule == "own":
+        split_of = {item.key: item.split for item in items if item.split is not None}
+    elif rule == "glow":
+        split_of = _glow(items)
+    elif rule == "celeba_partition":
+        split_of = _celeba_partition(root, items)
+    else:
+        split_of = _from_file(config, root, items)
+    if rule != "by_photo":
+        split_of = _draw_valid(config, items, split_of)
+    return {split: [item for item in items if split_of[item.key] == split] for split in SPLITS}
+
+
+def split_photos(config: DataConfig, keys: list[str]) -> dict[str, list[str]]:
+    """Split -> photo keys, disjoint. When photos come or go, only photos at the edges of the ranking change splits."""
+    held_out = config.num_valid_photos + config.num_test_photos
+    if held_out >= len(keys):
+        raise Unplannable(
+            f"num_valid_photos + num_test_photos is {held_out}; the source has {len(keys)} photos "
+            "and at least one must be left for training"
+        )
+    ranked = rank_by_hash(keys, config.seed, "split")
+    valid, rest = ranked[: config.num_valid_photos], ranked[config.num_valid_photos :]
+    return {"train": rest[config.num_test_photos :], "valid": valid, "test": rest[: config.num_test_photos]}
+
+
+def _draw_valid(config: DataConfig, items: list[Item], split_of: dict[str, str]) -> dict[str, str]:
+    given = set(split_of.values())
+    if config.num_test_photos:
+        raise Unplannable(
+            f"num_test_photos is {config.num_test_photos}; the source is split already: leave it out, or split=by_photo"
+        )
+    train = [item.key for item in items if split_of[item.key] == "train"]
+    if "valid" in given and config.num_valid_photos:
+        raise Unplannable(f"num_valid_photos is {config.num_valid_photos}; the source has its own, leave it out")
+    if config.num_valid_photos >= max(1, len(train)):
+        raise Unplannable(
+            f"num_valid_photos is {config.num_valid_photos}; the source has {len(train)} train images "
+            "and at least one must be left for training"
+        )
+    valid = rank_by_hash(train, config.seed, "split")[: config.num_valid_photos]
+    return split_of | dict.fromkeys(valid, "valid")
+
+
+def _number(item: Item) -> int:
+    """The number in a file name such as 00123.jpg; TFRecords and Parquet rows are numbered by their order."""
+    match = re.search(r"(\d+)\D*$", item.key)
+    if match is None:
+        raise Unplannable(f"split needs numbered images; {item.key} has no number")
+    return int(match[1])
+
+
+def _glow(items: list[Item]) -> dict[str, str]:
+    if len(items) <= NUM_GLOW_TEST:
+        raise Unplannable(f"split is 'glow'; it takes {NUM_GLOW_TEST} images for test, the source has {len(items)}")
+    # Rows of Parquet files are in order within a file; files have numbers of their own.
+    ranked = sorted(items, key=lambda item: (0 if item.block is not None else _number(item), item.key))
+    return {item.key: "test" if i < NUM_GLOW_TEST else "train" for i, item in enumerate(ranked)}
+
+
+def _celeba_partition(root: str, items: list[Item]) -> dict[str, str]:
+    """CelebA-HQ's image i is CelebA's image orig_file; that one's partition is 0 train, 1 valid, 2 test."""
+    lines = [line.split() for line in _lines(root, (_PARTITION,))]
+    partition = {line[0]: SPLITS[int(line[1])] for line in lines if line[1:2] in (["0"], ["1"], ["2"])}
+    header, *rows = [line.split() for line in _lines(root, _MAPPINGS)] or [[]]
+    try:
+        index, original = header.index("idx"), header.index("orig_file")
+    except ValueError:
+        raise UnusableSource("missing_column", f"{_MAPPINGS[0]} has no columns idx and orig_file") from None
+    rows = [row for row in rows if len(row) > max(index, original) and row[index].isdecimal()]
+    original_of = {int(row[index]): row[original] for row in rows}  # an image that no good line names is reported below
+    split_of = {}
+    for item in items:
+        name = original_of.get(_number(item))
+        if name not in partition:
+            raise UnusableSource("split_mismatch", f"{item.key}: the mapping and the partition do not name it")
+        split_of[item.key] = partition[name]
+    return split_of
+
+
+def _from_file(config: DataConfig, root: str, items: list[Item]) -> dict[str, str]:
+    assert config.split_file is not None
+    split_of = {}
+    for line in _lines(root, (config.split_file,)):
+        key, _, split = line.strip().replace(",", " ").rpartition(" ")
+        key = key.strip().strip('"')
+        if split not in SPLITS:
+            raise UnusableSource("split_mismatch", f"{config.split_file}: {line!r} names none of {', '.join(SPLITS)}")
+        split_of[key] = split
+    missing = [item.key for item in items if item.key not in split_of]
+    if missing or len(split_of) != len(items):
+        first = f", such as {missing[0]}" if missing else ""
+        counts = f"{len(split_of)} images, the source has {len(items)}, {len(missing)} of them without a split"
+        raise UnusableSource("split_mismatch", f"{config.split_file} names {counts}{first}")
+    return split_of
+
+
+def _lines(root: str, names: tuple[str, ...]) -> list[str]:
+    """Lines of the first of the files that exists: below the root, or anywhere by path or URI."""
+    for name in names:
+        anywhere = "://" in name or name.startswith(("/", "~"))
+        folder, file = parent(name) if anywhere else (root, name)
+        store = open_store(folder)
+        if store.exists(file):
+            with readable(name):
+                text = as_text(store.read_bytes(file), path=name)
+            return [line for line in text.splitlines() if line.strip()]
+    raise UnusableSource("missing_file", f"{names[0]} is not below {root}")
+
+
+# ---- known data sets -----------------------------------------------------------------------------------------------
+
+# Data sets that papers report results on: (train and valid images together, test images). A result in bits/dim compares
+# only with results on the same pixels, and three sets are called "ImageNet 32" or "64":
+#     imagenet_oord   van den Oord et al. 2016, PNGs; the one of the Subscale Pixel Networks paper's tables 1 and 3
+#     imagenet_box    Chrabaszcz et al. 2017, batches; easier to compress by some tenths of a bit
+#     imagenet_area   made here from the raw photos: central square, TensorFlow's area resize
+# An id may have more words behind it (`imagenet_area-dogs`): then it is another set, and no count is expected of it.
+COUNTS = {
+    "imagenet_area": (1_281_167, 50_000),
+    "imagenet_box": (1_281_167, 50_000),
+    "imagenet_oord": (1_281_149, 49_999),
+    "celebahq": (27_000, 3_000),
+    "cifar10": (50_000, 10_000),
+}
+
+_OWN_ID = ("imagenet_oord", "imagenet_box")  # these sources make one data set, and nothing else makes it
+
+
+def max_quarantine_fraction(config: DataConfig) -> float:
+    if config.max_quarantine_fraction is not None:
+        return config.max_quarantine_fraction
+    return 0.0 if config.dataset in COUNTS else 0.001
+
+
+def check_id(config: DataConfig, source: str) -> None:
+    """Raises Unplannable when the data set's id belongs to other pixels than the source has."""
+    family = re.split(r"[^a-z0-9_]", config.dataset)[0]
+    wrong = family in _OWN_ID and source != family
+    if source in _OWN_ID and family != source:
+        what = f"source {source} makes {source} (a part of it: {source}-part)"
+        raise Unplannable(f"dataset is {config.dataset!r}; {what}")
+    if wrong or (family == "imagenet_area" and source in _OWN_ID):
+        raise Unplannable(f"dataset is {config.dataset!r}; source {source} holds other pixels, give it another name")
+
+
+def check_counts(config: DataConfig, source: Source, num_items: dict[str, int]) -> None:
+    """`num_items`: by split. Raises UnusableSource when a known data set is not complete."""
+    if not config.check_counts or config.dataset not in COUNTS:
+        return
+    train, test = COUNTS[config.dataset]
+    found = (num_items["train"] + num_items["valid"], num_items["test"])
+    if config.split in ("by_photo", "celeba_partition", "file"):
+        good = sum(found) == train + test
+    else:
+        good = found == (train, test)
+    if not good:
+        rejected = f" and {len(source.rejected)} that cannot be used" if source.rejected else ""
+        raise UnusableSource(
+            "count_mismatch",
+            f"{config.dataset} has {train} train and {test} test images; the source ({source.name}) has {found[0]} and "
+            f"{found[1]}{rejected}. Name a part of it otherwise, such as dataset={config.dataset}-part",
+        )

@@ -18,7 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep import files, images
+from data_prep import images
+from data_prep.files import open_store
 from data_prep.parquet import (
     QUARANTINE,
     QUARANTINE_SCHEMA,
@@ -78,11 +79,10 @@ def _groups(manifest: Manifest) -> list[list[Shard]]:
 
 
 def _quarantine_problems(dataset: Dataset) -> list[str]:
-    filesystem, folder = files.locate(dataset.uri)
     problem = _file_problem(dataset, QUARANTINE, dataset.manifest.quarantine_sha256)
     if problem:
         return [problem]
-    with filesystem.open_input_file(f"{folder}/{QUARANTINE}") as stream:
+    with open_store(dataset.uri).open(QUARANTINE) as stream:
         table = pq.read_table(stream)
     if not table.schema.equals(QUARANTINE_SCHEMA):
         return [f"{QUARANTINE}: columns are {table.schema.names} of other types than this version writes"]
@@ -93,12 +93,11 @@ def _quarantine_problems(dataset: Dataset) -> list[str]:
 
 
 def _file_problem(dataset: Dataset, path: str, sha256: str) -> str | None:
-    filesystem, folder = files.locate(dataset.uri)
-    if not files.exists(filesystem, f"{folder}/{path}"):
+    try:
+        found = open_store(dataset.uri).sha256(path)
+    except FileNotFoundError:
         return f"{path}: missing"
-    if files.digest(filesystem, f"{folder}/{path}")[1] != sha256:
-        return f"{path}: sha256 differs from the manifest"
-    return None
+    return None if found == sha256 else f"{path}: sha256 differs from the manifest"
 
 
 def _verify_part(dataset: Dataset, shards: list[Shard]) -> _Part:
@@ -126,11 +125,11 @@ def _verify_part(dataset: Dataset, shards: list[Shard]) -> _Part:
 
 def _verify_depths(dataset: Dataset, shards: list[Shard], problems: list[str]) -> pa.Table | None:
     """Compares all depths of one shard at one resolution, 8 bits first; returns its columns but px."""
-    filesystem, folder = files.locate(dataset.uri)
+    store = open_store(dataset.uri)
     with ExitStack() as stack:
         readers = []
         for shard in shards:
-            stream = stack.enter_context(filesystem.open_input_file(f"{folder}/{shard.path}"))
+            stream = stack.enter_context(store.open(shard.path))
             readers.append(pq.ParquetFile(stream, page_checksum_verification=True))
         found = [text for shard, reader in zip(shards, readers, strict=True) for text in _layout(shard, reader)]
         if found:
@@ -139,7 +138,8 @@ def _verify_depths(dataset: Dataset, shards: list[Shard], problems: list[str]) -
         wrong: dict[str, None] = {}  # each once, however many row groups it concerns
         groups = []
         for group in range(len(shards[0].row_group_rows)):
-            names, full = None, None
+            names: pa.Table | None = None
+            full = np.empty(0)
             for shard, reader in zip(shards, readers, strict=True):
                 table = reader.read_row_group(group, use_threads=False)
                 px, table = pixels(table), table.drop_columns(["px"])

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from data_prep import known
 from data_prep.files import UserError
+from data_prep.plan import check_id
 from data_prep.sources import identify
 from pipelines.config import (
     ExperimentConfig,
@@ -128,7 +128,7 @@ def _prepare_data(config: ExperimentConfig) -> Node:
     except ValueError as error:
         raise UserError(f"data.root: {error}") from error
     try:
-        known.check_id(config.data, name)
+        check_id(config.data, name)
     except ValueError as error:
         raise UserError(f"data.{error}") from error
     resources = node_resources(config, "prepare_data")  # a whole CPU a shard: two at a time on a core are slower

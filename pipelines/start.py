@@ -10,7 +10,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from data_prep.files import Store, UserError, check_run_folder, claim_run_folder, join, open_store
+import yaml
+
+from data_prep.files import Store, UserError, join, open_store
 from data_prep.lock import Lock, described, refusal_to_share
 from pipelines import cluster, mlflow_uri
 from pipelines.config import ExperimentConfig
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from pipelines.nodes.own_images import OwnImages
 
 DONE, NODE_FAILED = 0, 1
+MARKER = "config.yaml"  # its `name` says whose run folder this is
 
 
 def start(
@@ -80,6 +83,33 @@ def start(
             return _say_how_it_ended(report, store, tracking_uri=uri, whole=not only)
     finally:
         cluster.disconnect()
+
+
+def check_run_folder(store: Store, *, name: str) -> None:
+    """Raises UserError when the run folder was made by a config of another name."""
+    owner = run_folder_owner(store)
+    if owner is not None and owner != name:
+        raise UserError(f"{store.uri} is the run folder of config {owner!r}, not of {name!r}; choose another storage")
+
+
+def claim_run_folder(store: Store, *, name: str, config_yaml: str) -> None:
+    """Checks the run folder's owner and writes its config.yaml, which must hold `name`."""
+    check_run_folder(store, name=name)
+    store.write_text(MARKER, config_yaml)
+    assert run_folder_owner(store) == name, f"{MARKER} must hold name: {name}"
+
+
+def run_folder_owner(store: Store) -> str | None:
+    """The config name that a run folder belongs to, None for a new one. Raises UserError if config.yaml is not ours."""
+    try:
+        content = yaml.safe_load(store.read_bytes(MARKER))
+    except FileNotFoundError:
+        return None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        content = None
+    if not isinstance(content, dict) or not isinstance(content.get("name"), str):
+        raise UserError(f"{store.uri_of(MARKER)} has no config name: {store.uri} does not look like a run folder")
+    return content["name"]
 
 
 def show_status(config: ExperimentConfig) -> int:

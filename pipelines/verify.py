@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from data_prep.card import counts
-from data_prep.files import UserError, check_run_folder, join, open_store
+from data_prep.files import UserError, join, open_store
 from data_prep.parquet import open_dataset
 from data_prep.verify import verify
 from pipelines.config import ExperimentConfig
@@ -39,6 +39,7 @@ def verify_data(uri: str) -> int:
 def dataset_of(config: ExperimentConfig) -> str:
     """URI of the data set that the config's nodes would read now. Raises UserError when it is not built."""
     from pipelines import pipeline
+    from pipelines.start import check_run_folder
 
     store = open_store(join(resolve_storage(config), config.name))
     check_run_folder(store, name=config.name)

@@ -1,50 +1,38 @@
-"""Where raw images are: finds the items of a source, in a fixed order, and says what it left out.
+"""Where raw images are: finds the items of a source, in a fixed order, and counts the files that it skips.
 
-Each module named in `_READERS` reads one layout. It has LAYOUT and COUNT (for people), `recognise` (why a folder is
-taken for it, or None), `used` (the files that it reads) and `index` (the items in them).
+Each name in data_prep.config.SOURCES but `auto` is a module of this package, one for each layout (data_prep.sources.
+base.Layout). They are imported when they are needed, by name.
 """
 
 from __future__ import annotations
 
 import pathlib
-from types import ModuleType
 
-from data_prep.config import DataConfig
-from data_prep.sources import (
-    celebahq,
-    cifar10,
-    folder,
-    hf_parquet,
-    ilsvrc_folder,
-    ilsvrc_tar,
-    imagenet_box,
-    imagenet_oord,
-    webdataset,
+from data_prep.config import LAYOUTS, DataConfig
+from data_prep.sources.base import (
+    IMAGE_SUFFIXES,
+    Index,
+    Item,
+    Listing,
+    Reader,
+    Source,
+    SourceFile,
+    Unplannable,
+    UnusableSource,
+    hash_of,
+    layout,
+    list_files,
 )
-from data_prep.sources.item import Index, Listing, Source, SourceFile, Unplannable, UnusableSource
-from data_prep.sources.listing import IMAGE_SUFFIXES, hash_of, list_files
-from data_prep.sources.reading import Reader
 
-__all__ = ["BUILT_IN_PHOTOS", "Reader", "Source", "describe", "find", "identify", "root_of"]
+__all__ = ["BUILT_IN_PHOTOS", "Item", "Reader", "Source", "Unplannable", "UnusableSource"]
+__all__ += ["describe", "find", "identify", "root_of"]
 
 BUILT_IN_PHOTOS = pathlib.Path(__file__).parents[1] / "demo_photos"
-
-_READERS: dict[str, ModuleType] = {
-    "ilsvrc_tar": ilsvrc_tar,
-    "ilsvrc_folder": ilsvrc_folder,
-    "imagenet_oord": imagenet_oord,
-    "imagenet_box": imagenet_box,
-    "webdataset": webdataset,
-    "hf_parquet": hf_parquet,
-    "celebahq": celebahq,
-    "cifar10": cifar10,
-    "folder": folder,
-}
 
 
 def describe() -> list[tuple[str, str, str]]:
     """(name, layout, expected number of images) of every source."""
-    return [(name, " ".join(reader.LAYOUT.split()), reader.COUNT) for name, reader in _READERS.items()]
+    return [(name, " ".join(layout(name).LAYOUT.split()), layout(name).COUNT) for name in LAYOUTS]
 
 
 def root_of(config: DataConfig) -> str:
@@ -52,10 +40,10 @@ def root_of(config: DataConfig) -> str:
 
 
 def identify(config: DataConfig) -> tuple[str, str]:
-    """Name of the source, and hash of its files' names, sizes and modification times: what a cache of its data set
-    must depend on.
+    """(source, hash of the names, sizes and modification times of its files).
 
-    Archives are not read through, so it is quick. Raises Unplannable and OSError as `find` does.
+    The source is the name of the module `data_prep.sources.<source>` that reads it; with the hash it decides what a
+    data set is made from. Archives are not read through, so it is quick. Raises Unplannable and OSError as `find` does.
     """
     listing = list_files(root_of(config))
     name, used, _ = _recognise(listing, config)
@@ -66,11 +54,11 @@ def find(config: DataConfig) -> Source:
     """Finds all items of the source.
 
     Raises Unplannable when the folder is missing, has no images, or may be one of several sources; UnusableSource when
-    a file of the source is damaged or missing; both are ValueErrors of one line. OSError when the storage is away.
+    a file of the source is damaged or missing; both are ValueErrors of one line. OSError when the storage fails.
     """
     listing = list_files(root_of(config))
     name, used, why = _recognise(listing, config)
-    found = _READERS[name].index(listing, config)
+    found = layout(name).index(listing, config)
     _check_labels(found)
     skipped = listing.num_hidden + found.num_skipped
     return Source(
@@ -93,19 +81,19 @@ def _check_labels(found: Index) -> None:
 
 
 def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFile], str]:
-    """(reader, files that it reads, what it was recognised by). `folder` is what is left when nothing else fits."""
+    """(layout, files that it reads, what it was recognised by). `folder` is the layout when no other fits."""
     name, why = config.source, "named in the configuration"
     if name == "auto":
-        special = {n: text for n, r in _READERS.items() if n != "folder" and (text := r.recognise(listing, config))}
+        special = {n: text for n in LAYOUTS if n != "folder" and (text := layout(n).recognise(listing, config))}
         if len(special) > 1:
             candidates = "; ".join(f"{n} ({text})" for n, text in special.items())
             raise Unplannable(f"root is {listing.root!r}; it may be {candidates}: set source to one of them")
-        name, why = next(iter(special.items()), ("folder", folder.recognise(listing, config) or ""))
-    used = list(_READERS[name].used(listing, config))
+        name, why = next(iter(special.items()), ("folder", layout("folder").recognise(listing, config) or ""))
+    used = list(layout(name).used(listing, config))
     if not used:
         wanted = f"images ({', '.join(IMAGE_SUFFIXES)})" if name == "folder" else f"files of source {name}"
-        layout = f": {' '.join(_READERS[name].LAYOUT.split())}"
+        text = f": {' '.join(layout(name).LAYOUT.split())}"
         if name == "folder":
-            layout = " and no archives of a known layout (prepare_data.py --list-sources shows them)"
-        raise Unplannable(f"root is {listing.root!r}; the folder has no {wanted}{layout}")
+            text = " and no archives of a known layout (prepare_data.py --list-sources shows them)"
+        raise Unplannable(f"root is {listing.root!r}; the folder has no {wanted}{text}")
     return name, used, why

@@ -7,15 +7,15 @@ to 9 truck. The official test images are the test split; validation comes from t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from data_prep.config import DataConfig
-from data_prep.sources import hf_parquet
-from data_prep.sources.batches import read_batch
-from data_prep.sources.item import CHW, Index, Item, Listing, SourceFile, UnusableSource
-from data_prep.sources.listing import is_image_name, open_file, read_file
+from data_prep.sources import hf_parquet, imagenet_box
+from data_prep.sources.base import CHW, Index, Item, Listing, SourceFile, UnusableSource, is_image_name
 
 LAYOUT = """data_batch_1.bin ... data_batch_5.bin and test_batch.bin, or the Python version without .bin, or
 train/airplane/*.png ... and test/, or Hugging Face's Parquet with column img"""
@@ -49,27 +49,29 @@ def index(listing: Listing, config: DataConfig) -> Index:
     for file in files:
         match = _BATCH.search(file.path)
         if match is None:
-            match = _PNG.search(file.path)
-            key, label = file.path[match.start() :].lstrip("/"), CLASSES.index(match["label"])
-            found.items.append(Item(key, file.path, file.size, label=label, split=match["split"]))
+            found.items.append(_png(file))
             continue
         split = "test" if match["name"].startswith("test") else "train"
         if match["kind"]:
-            _add_binary(found, file, match["name"], split, read_file(listing, file.path))
+            _add_binary(found, file, match["name"], split, listing.read(file.path))
             continue
-        with open_file(listing, file.path) as stream:
-            batch = read_batch(stream, path=file.path)
+        with listing.open(file.path) as stream:
+            batch = imagenet_box.read_batch(stream, path=file.path)
         for row in range(batch.num_rows):
             place = dict(block=0, row=row) if batch.offset is None else dict(offset=batch.offset + row * _PIXELS)
-            label = None if batch.labels is None else batch.labels[row]
+            number = None if batch.labels is None else batch.labels[row]
             key = f"{match['name']}#{row:05d}"
-            found.items.append(Item(key, file.path, _PIXELS, label=label, split=split, layout=CHW, **place))
+            found.items.append(Item(key, file.path, _PIXELS, label=number, split=split, layout=CHW, **place))
     return found
+
+
+def read_block(stream: pa.NativeFile, item: Item) -> Sequence[Any]:
+    return (hf_parquet if item.path.endswith(".parquet") else imagenet_box).read_block(stream, item)
 
 
 def _add_binary(found: Index, file: SourceFile, name: str, split: str, data: bytes) -> None:
     if not data or len(data) % (1 + _PIXELS):
-        message = f"{file.path}: {len(data)} bytes are no whole number of records of {1 + _PIXELS} bytes"
+        message = f"{file.path}: {len(data)} bytes are not a whole number of records of {1 + _PIXELS} bytes"
         raise UnusableSource("corrupt_source_file", message)
     labels = np.frombuffer(data, np.uint8)[:: 1 + _PIXELS].tolist()
     for row, label in enumerate(labels):
@@ -79,6 +81,13 @@ def _add_binary(found: Index, file: SourceFile, name: str, split: str, data: byt
             found.items.append(item)
         else:
             found.reject(item, "bad_label", f"its label is {label}, there are {len(CLASSES)} classes")
+
+
+def _png(file: SourceFile) -> Item:
+    match = _PNG.search(file.path)
+    assert match is not None
+    key, label = file.path[match.start() :].lstrip("/"), CLASSES.index(match["label"])
+    return Item(key, file.path, file.size, label=label, split=match["split"])
 
 
 def _is_png(path: str) -> bool:

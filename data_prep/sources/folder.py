@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from data_prep.config import DataConfig
-from data_prep.sources.item import Index, Item, Listing, SourceFile
-from data_prep.sources.listing import IMAGE_SUFFIXES, is_image_name
+from data_prep.sources.base import IMAGE_SUFFIXES, Index, Item, Listing, SourceFile, is_image_name
 
 LAYOUT = f"images of any size at any depth ({' '.join(IMAGE_SUFFIXES[:6])})"
 COUNT = "any"

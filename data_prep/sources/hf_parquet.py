@@ -13,10 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep.config import DataConfig
-from data_prep.files import is_hiccup
-from data_prep.sources.item import Index, Item, Listing, SourceFile, UnusableSource
-from data_prep.sources.listing import open_file
-from data_prep.sources.names import UNUSED, check_series, split_of
+from data_prep.files import is_transient
+from data_prep.sources.base import UNUSED, Index, Item, Listing, SourceFile, UnusableSource, check_series, split_of
 
 LAYOUT = "train-00000-of-00294.parquet, ... with column image (bytes and path of a file) and maybe label"
 COUNT = "any"
@@ -29,10 +27,10 @@ def recognise(listing: Listing, config: DataConfig, *, column: str = "image") ->
     if first is None:
         return None
     try:
-        with open_file(listing, first.path) as stream:
+        with listing.open(first.path) as stream:
             found = image_column(pq.read_schema(stream))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        if is_hiccup(error):
+        if is_transient(error):
             raise
         return f"it has {first.path}" if column == "image" else None  # damaged: said when it is read
     return f"{first.path} has the column {column}" if found == column else None
@@ -53,10 +51,10 @@ def index(listing: Listing, config: DataConfig) -> Index:
             found.num_skipped += 1
             continue
         try:
-            with open_file(listing, path) as stream, pq.ParquetFile(stream) as file:
+            with listing.open(path) as stream, pq.ParquetFile(stream) as file:
                 _add_rows(found, file, path, split)
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            if is_hiccup(error):
+            if is_transient(error):
                 raise
             raise UnusableSource("corrupt_source_file", f"{path}: {' '.join(str(error).split())}") from None
     return found
@@ -76,6 +74,18 @@ def _add_rows(found: Index, file: pq.ParquetFile, path: str, split: str | None) 
             item = Item(key, path, 0, block=block, row=row, label=None if label == -1 else label, split=split)
             found.items.append(item)
             number += 1
+
+
+def read_block(stream: pa.NativeFile, item: Item) -> pa.ChunkedArray:
+    """The image column of the item's row group."""
+    try:
+        file = pq.ParquetFile(stream)
+        return file.read_row_group(item.block, [image_column(file.schema_arrow)]).column(0)
+    except (pa.ArrowException, OSError) as error:  # damaged pages: the index reads none of this column
+        if is_transient(error):
+            raise
+        message = f"{item.path}: row group {item.block}: {' '.join(str(error).split())}"
+        raise UnusableSource("corrupt_source_file", message) from None
 
 
 def image_column(schema: pa.Schema) -> str | None:

@@ -10,15 +10,16 @@ import re
 from collections.abc import Iterator
 
 from data_prep.config import DataConfig
-from data_prep.sources import ilsvrc_labels
-from data_prep.sources.ilsvrc_labels import SYNSET, class_numbers
-from data_prep.sources.item import Index, Item, Listing, SourceFile
-from data_prep.sources.listing import is_image_name, open_file
+from data_prep.sources.base import Index, Item, Listing, SourceFile, is_image_name
+from data_prep.sources.ilsvrc_folder import COUNT, LISTS, SYNSET, class_numbers, is_label_file, val_labels
 from data_prep.sources.tars import Member, add_member, is_side_file, members
 
 LAYOUT = f"""ILSVRC2012_img_train.tar (a tar of n01440764.tar, ...) and ILSVRC2012_img_val.tar (flat), both or one;
-labels of val, if wanted: {ilsvrc_labels.LISTS}"""
-COUNT = "1,281,167 train and 50,000 test (val) images"
+labels of val, if wanted: {LISTS}"""
+
+__all__ = ["COUNT", "LAYOUT", "index", "recognise", "used"]
+
+_Entry = tuple[str, str, Member]  # file, name below train/ or val/, member
 
 _ARCHIVE = re.compile(r"^ILSVRC\d{4}_img_(train|val)\w*\.tar$")
 
@@ -28,17 +29,19 @@ def recognise(listing: Listing, config: DataConfig) -> str | None:
 
 
 def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
-    return (file for file in listing.files if _split(file.path) or ilsvrc_labels.is_label_file(file.path))
+    return (file for file in listing.files if _split(file.path) or is_label_file(file.path))
 
 
 def index(listing: Listing, config: DataConfig) -> Index:
-    found, train, val = Index(), [], []
+    found = Index()
+    train: list[_Entry] = []
+    val: list[_Entry] = []
     for file in listing.files:
         split = _split(file.path)
         if split is None:
-            found.num_skipped += not ilsvrc_labels.is_label_file(file.path)
+            found.num_skipped += not is_label_file(file.path)
             continue
-        with open_file(listing, file.path) as stream:
+        with listing.open(file.path) as stream:
             cut = config.allow_truncated_archive
             for member in members(stream, path=file.path, allow_truncated=cut):
                 if is_side_file(member.name):
@@ -46,14 +49,14 @@ def index(listing: Listing, config: DataConfig) -> Index:
                 elif split == "train" and member.is_regular and member.name.endswith(".tar"):
                     synset = member.name.rpartition("/")[2].removesuffix(".tar")
                     where = f"{file.path}: {member.name}"
-                    place = dict(begin=member.offset, size=member.size)
-                    for inner in members(stream, path=where, allow_truncated=cut, **place):
+                    begin, size = member.offset, member.size
+                    for inner in members(stream, path=where, begin=begin, size=size, allow_truncated=cut):
                         name = inner.name.rpartition("/")[2] if not _is_odd(inner) else inner.name
                         train.append((file.path, f"{synset}/{name}", inner))
                 else:
                     name = member.name.removeprefix("./").removeprefix("train/").removeprefix("val/")
                     (train if split == "train" else val).append((file.path, name, member))
-    labels_of(listing, found, train, val)
+    _add(listing, found, train, val)
     return found
 
 
@@ -61,12 +64,12 @@ def _is_odd(member: Member) -> bool:
     return not member.is_regular or member.name.startswith("/") or ".." in member.name
 
 
-def labels_of(listing: Listing, found: Index, train: list, val: list) -> None:
-    """Fills the index from (file, name below train/ or val/, member); a synset is the folder's or inner tar's name."""
+def _add(listing: Listing, found: Index, train: list[_Entry], val: list[_Entry]) -> None:
+    """A synset is the folder's or inner tar's name."""
     train_synsets = {name.partition("/")[0] for _, name, member in train if SYNSET.match(name) and member.is_regular}
     number = class_numbers(train_synsets)
     names = [name.rpartition("/")[2] for _, name, member in val if is_image_name(name) and member.is_regular]
-    labels = ilsvrc_labels.val_labels(listing, names, train_synsets=train_synsets)
+    labels = val_labels(listing, names, train_synsets=train_synsets)
     seen: set[str] = set()
     for split, entries in (("train", train), ("test", val)):
         for path, name, member in entries:

@@ -6,14 +6,21 @@ are the test split. Not comparable with imagenet_oord: one model scores 3.69 on 
 
 from __future__ import annotations
 
+import io
+import math
+import pickle
 import re
-from collections.abc import Iterator
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
 
 from data_prep.config import DataConfig
-from data_prep.sources.batches import read_batch
-from data_prep.sources.downsampled import choose_side
-from data_prep.sources.item import CHW, Index, Item, Listing, SourceFile
-from data_prep.sources.listing import open_file
+from data_prep.sources.base import CHW, Index, Item, Listing, SourceFile, UnusableSource, choose_side
 
 LAYOUT = """train_data_batch_1.npz ... train_data_batch_10.npz and val_data.npz, or the same without suffix (pickles;
 read without running code); of 8, 16, 32 or 64 pixels"""
@@ -33,7 +40,7 @@ def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
 def index(listing: Listing, config: DataConfig) -> Index:
     batches = {}
     for file in used(listing, config):
-        with open_file(listing, file.path) as stream:
+        with listing.open(file.path) as stream:
             batches[file.path] = read_batch(stream, path=file.path)
     sides = {path: batch.side for path, batch in batches.items()}
     found = Index(side=choose_side(sides, config, source="imagenet_box"))
@@ -49,3 +56,188 @@ def index(listing: Listing, config: DataConfig) -> Index:
             split = "train" if name.startswith("train") else "test"
             found.items.append(Item(f"{name}#{row:06d}", path, size, label=label, split=split, layout=CHW, **place))
     return found
+
+
+# ---- batches: NumPy archives and pickles, also CIFAR-10's ----------------------------------------------------------
+
+_ARRAY = "data.npy"
+_LABELS = ("labels.npy", "fine_labels.npy")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Raw pixels, (N, 3 * side * side) uint8 in planes with N labels: a NumPy archive or a Python pickle.
+
+    Pixels that lie in the file as they are become ranges of bytes; only compressed or re-encoded ones are read as
+    arrays. Pickles are read by an unpickler that rebuilds NumPy arrays and can call nothing else.
+    """
+
+    num_rows: int
+    side: int  # pixels
+    labels: list[int] | None
+    offset: int | None  # of row 0 in the file; None: the rows have to be read with `read_rows`
+
+
+def read_batch(stream: pa.NativeFile, *, path: str) -> Batch:
+    """Raises UnusableSource: unsafe_pickle (also arrays of objects), shape_mismatch, corrupt_source_file."""
+    if path.endswith(".npz"):
+        return _read_npz(stream, path)
+    data = stream.read()
+    array, labels = _unpickle(data, path)
+    side = _check(array.shape, array.dtype, array.flags.c_contiguous, labels, path)
+    # Most writers leave an array's bytes in one piece; a protocol 2 pickle of Python 3 does not.
+    at = data.find(array[:1].tobytes()) if len(array) else -1
+    in_one_piece = 0 <= at <= len(data) - array.size and np.array_equal(
+        np.frombuffer(data, np.uint8, array.size, at), array.ravel()
+    )
+    return Batch(len(array), side, labels, at if in_one_piece else None)
+
+
+def read_block(stream: pa.NativeFile, item: Item) -> np.ndarray:
+    """All rows as an array, for batches without an offset."""
+    if item.path.endswith(".npz"):
+        with zipfile.ZipFile(io.BufferedReader(stream)) as archive, archive.open(_ARRAY) as member:
+            return np.lib.format.read_array(member, allow_pickle=False)
+    return _unpickle(stream.read(), item.path)[0]
+
+
+def _read_npz(stream: pa.NativeFile, path: str) -> Batch:
+    try:
+        with zipfile.ZipFile(io.BufferedReader(stream)) as archive:
+            info = archive.getinfo(_ARRAY)
+            with archive.open(info) as member:
+                shape, fortran, dtype = _npy_header(member)
+                header = member.tell()
+                labels_name = next((name for name in _LABELS if name in archive.namelist()), None)
+                labels = None
+                if labels_name is not None:
+                    with archive.open(labels_name) as labels_member:
+                        labels = _as_labels(np.lib.format.read_array(labels_member, allow_pickle=False), path)
+                side = _check(shape, dtype, not fortran, labels, path)
+                while member.read(1 << 22):  # to the end: zipfile compares the checksum there
+                    pass
+            offset = None
+            if info.compress_type == zipfile.ZIP_STORED:
+                offset = _member_offset(stream, info) + header
+    except KeyError:
+        raise UnusableSource("shape_mismatch", f"{path}: it has no array called data") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:  # zipfile's
+        raise UnusableSource("corrupt_source_file", f"{path}: {error}") from None
+    except ValueError as error:
+        if isinstance(error, UnusableSource):
+            raise
+        reason = "unsafe_pickle" if "allow_pickle" in str(error) else "corrupt_source_file"
+        raise UnusableSource(reason, f"{path}: {error}") from None
+    return Batch(shape[0], side, labels, offset)
+
+
+def _npy_header(member: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
+    version = np.lib.format.read_magic(member)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+    if read is None:
+        raise ValueError(f"arrays of format {version} are not known")
+    return read(member)
+
+
+def _member_offset(stream: pa.NativeFile, info: zipfile.ZipInfo) -> int:
+    """Where a stored member's bytes begin; the local header may have other extra fields than the directory."""
+    header = stream.read_at(30, info.header_offset)
+    return info.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+
+
+def _check(shape: tuple, dtype: np.dtype, contiguous: bool, labels: list[int] | None, path: str) -> int:
+    """The side of the images."""
+    if dtype.hasobject:
+        raise UnusableSource("unsafe_pickle", f"{path}: data is an array of objects")
+    side = math.isqrt(shape[1] // 3) if len(shape) == 2 else 0
+    if not side or side * side * 3 != shape[1] or dtype != np.uint8 or not contiguous:
+        message = f"{path}: data is {dtype} {shape}; it must be uint8, one row of 3 square planes for each image"
+        raise UnusableSource("shape_mismatch", message)
+    if labels is not None and len(labels) != shape[0]:
+        raise UnusableSource("shape_mismatch", f"{path}: {shape[0]} images and {len(labels)} labels")
+    return side
+
+
+def _as_labels(values: Any, path: str) -> list[int]:
+    array = np.asarray(values)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise UnusableSource("shape_mismatch", f"{path}: labels are {array.dtype} {array.shape}; they must be numbers")
+    return array.tolist()
+
+
+def _unpickle(data: bytes, path: str) -> tuple[np.ndarray, list[int] | None]:
+    try:
+        found = _ArrayUnpickler(io.BytesIO(data), encoding="latin1").load()
+        found = {key.decode() if isinstance(key, bytes) else key: value for key, value in dict(found).items()}
+    except UnusableSource as error:
+        raise UnusableSource(error.reason, f"{path}: {error.message}") from None
+    except Exception as error:  # a damaged pickle can fail in many ways; none of them runs foreign code
+        raise UnusableSource("corrupt_source_file", f"{path}: {type(error).__name__}: {error}") from None
+    values = {key: value.array if isinstance(value, _Array) else value for key, value in found.items()}
+    array = values.get("data")
+    if not isinstance(array, np.ndarray):
+        raise UnusableSource("shape_mismatch", f"{path}: it has no array called data")
+    return array, _as_labels(values["labels"], path) if "labels" in values else None
+
+
+class _DType:
+    """Stands for numpy.dtype in a pickle: numbers only."""
+
+    def __init__(self, name: str, *_: object) -> None:
+        if not re.fullmatch(r"[biuf]\d", name):
+            raise UnusableSource("unsafe_pickle", f"an array of type {name!r}; only numbers are allowed")
+        self.dtype = np.dtype(name)
+
+    def __setstate__(self, state: tuple) -> None:
+        if state[1] in ("<", ">"):
+            self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class _Array:
+    """Stands for numpy.ndarray in a pickle, which first makes an empty array and then sets its state."""
+
+    def __init__(self) -> None:
+        self.array: np.ndarray | None = None
+
+    def __setstate__(self, state: tuple) -> None:
+        _, shape, dtype, is_fortran, data = state
+        data = data.encode("latin1") if isinstance(data, str) else data
+        self.array = np.frombuffer(data, dtype.dtype).reshape(shape, order="F" if is_fortran else "C")
+
+
+def _reconstruct(kind: type, shape: tuple, code: bytes) -> _Array:
+    return _Array()
+
+
+def _frombuffer(data: bytes, dtype: _DType, shape: tuple, order: str) -> _Array:
+    found = _Array()
+    found.__setstate__((1, shape, dtype, order == "F", data))
+    return found
+
+
+def _scalar(dtype: _DType, data: bytes | str) -> np.generic:
+    return np.frombuffer(data.encode("latin1") if isinstance(data, str) else data, dtype.dtype)[0]
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    return text.encode("latin1")
+
+
+_ALLOWED: dict[tuple[str, str], Callable] = {
+    ("_codecs", "encode"): _latin1,
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _DType,
+    **{(f"{package}.multiarray", "_reconstruct"): _reconstruct for package in ("numpy.core", "numpy._core")},
+    **{(f"{package}.multiarray", "scalar"): _scalar for package in ("numpy.core", "numpy._core")},
+    **{(f"{package}.numeric", "_frombuffer"): _frombuffer for package in ("numpy.core", "numpy._core")},
+}
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Finds our stand-ins for NumPy's classes and nothing else, so that not even NumPy's own code sees the contents."""
+
+    def find_class(self, module: str, name: str) -> Callable:
+        if (module, name) not in _ALLOWED:
+            message = f"it wants to call {module}.{name}; only arrays of numbers are allowed"
+            raise UnusableSource("unsafe_pickle", message)
+        return _ALLOWED[module, name]

@@ -9,9 +9,7 @@ import re
 from collections.abc import Iterator
 
 from data_prep.config import DataConfig
-from data_prep.sources.downsampled import choose_side
-from data_prep.sources.item import Index, Item, Listing, SourceFile
-from data_prep.sources.listing import is_image_name, open_file
+from data_prep.sources.base import Index, Item, Listing, SourceFile, choose_side, is_image_name
 from data_prep.sources.tars import add_member, is_side_file, members
 
 LAYOUT = "train_32x32.tar and valid_32x32.tar, or train_64x64.tar and valid_64x64.tar, or folders of these names"
@@ -40,7 +38,7 @@ def index(listing: Listing, config: DataConfig) -> Index:
         if not path.endswith(".tar"):
             found.items.append(Item(_key(match["split"], path), path, file.size, split=_SPLITS[match["split"]]))
             continue
-        with open_file(listing, path) as stream:
+        with listing.open(path) as stream:
             for member in members(stream, path=path, allow_truncated=config.allow_truncated_archive):
                 if member.is_regular and (is_side_file(member.name) or not is_image_name(member.name)):
                     found.num_skipped += 1

@@ -9,11 +9,11 @@ import io
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from data_prep.sources.item import Index, Item, UnusableSource
-from data_prep.sources.listing import is_hidden
+from data_prep.sources.base import Index, Item, UnusableSource, is_hidden, is_unsafe
 
 # One read takes headers and all that lies between: a million small requests would take hours on an object store or a
 # slow disk, reading through takes minutes.
@@ -49,9 +49,9 @@ def members(
     `allow_truncated` the members that are there are given instead.
     """
     size = stream.size() - begin if size is None else size
-    window = io.BufferedReader(_Window(stream, begin, size), _BUFFER_BYTES)
+    window: Any = io.BufferedReader(_Window(stream, begin, size), _BUFFER_BYTES)
     try:
-        archive = tarfile.open(fileobj=window, mode="r:")
+        archive: Any = tarfile.open(fileobj=window, mode="r:")
     except tarfile.TarError as error:
         what = "compressed; unpack it first (its members have no place in the file)" if _is_gzip(window) else str(error)
         raise UnusableSource("not_an_archive", f"{path}: {what}") from None
@@ -93,15 +93,11 @@ def add_member(found: Index, member: Member, item: Item, *, seen: set[str]) -> b
     return False
 
 
-def is_unsafe(name: str) -> bool:
-    return name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/")
-
-
 def is_side_file(name: str) -> bool:
     return is_hidden(name.removeprefix("./"))
 
 
-def _is_gzip(window: io.BufferedReader) -> bool:
+def _is_gzip(window: BinaryIO) -> bool:
     window.seek(0)
     return window.read(2) == b"\x1f\x8b"
 
@@ -123,7 +119,7 @@ class _Window(io.RawIOBase):
         self._at = max(0, base + offset)
         return self._at
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: Any) -> int:
         wanted = max(0, min(len(buffer), self._size - self._at))
         data = self._stream.read_at(wanted, self._begin + self._at) if wanted else b""
         buffer[: len(data)] = data

@@ -14,10 +14,19 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from data_prep.config import DataConfig
-from data_prep.sources.item import Index, Item, Listing, SourceFile, UnusableSource
-from data_prep.sources.listing import is_image_name, open_file
-from data_prep.sources.names import UNUSED, check_series, split_of
-from data_prep.sources.tars import Member, add_member, is_side_file, is_unsafe, members
+from data_prep.sources.base import (
+    UNUSED,
+    Index,
+    Item,
+    Listing,
+    SourceFile,
+    UnusableSource,
+    check_series,
+    is_image_name,
+    is_unsafe,
+    split_of,
+)
+from data_prep.sources.tars import Member, add_member, is_side_file, members
 
 LAYOUT = "train-000000.tar, ... with 000123.jpg and maybe 000123.cls or .json side by side"
 COUNT = "any"
@@ -29,8 +38,8 @@ _JSON_KEYS = ("cls", "label")
 @dataclass
 class _Sample:
     key: str
+    first: Member  # stands for a sample without an image
     image: Member | None = None
-    first: Member | None = None  # what stands for a sample without an image
     label: int | None = None
     has_label: bool = False
     problem: tuple[str, str] | None = None
@@ -57,7 +66,7 @@ def _first_names(listing: Listing, path: str) -> list[str]:
     """Of the first two members; fewer where the tar ends or is damaged."""
     names: list[str] = []
     try:
-        with open_file(listing, path) as stream:
+        with listing.open(path) as stream:
             for member in members(stream, path=path, allow_truncated=True):
                 names.append(member.name)
                 if len(names) == 2:
@@ -81,7 +90,7 @@ def index(listing: Listing, config: DataConfig) -> Index:
         if split == UNUSED:
             found.num_skipped += 1
             continue
-        with open_file(listing, path) as stream:
+        with listing.open(path) as stream:
             samples += [(path, split, sample) for sample in _samples(found, stream, path, config)]
     labelled = any(sample.has_label for _, _, sample in samples)
     seen: set[str] = set()
@@ -101,7 +110,7 @@ def _samples(found: Index, stream: pa.NativeFile, path: str, config: DataConfig)
         if sample is None or sample.key != f"{path}/{stem}" or suffix in sample.names:
             if sample is not None:
                 yield sample
-            sample = _Sample(f"{path}/{stem}", first=member)
+            sample = _Sample(f"{path}/{stem}", member)
         sample.names.add(suffix)
         if is_image_name(member.name):
             sample.image = member
@@ -128,7 +137,7 @@ def _read_label(sample: _Sample, suffix: str, data: bytes) -> None:
         sample.label = int(value)
     except (ValueError, TypeError, UnicodeDecodeError):
         sample.has_label = True
-        sample.problem = ("bad_label", f"its label is {data[:40]!r}, no number")
+        sample.problem = ("bad_label", f"its label is {data[:40]!r}, not a number")
 
 
 def _add(found: Index, path: str, split: str | None, sample: _Sample, labelled: bool, seen: set[str]) -> None:

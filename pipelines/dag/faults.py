@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from data_prep.files import is_hiccup
+from data_prep.files import is_transient
 
 _LOST = (  # of ray.exceptions: a process, a machine or what Ray kept there is gone
     "WorkerCrashedError",
@@ -65,7 +65,7 @@ def _parts(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_lost(error: BaseException) -> bool:
-    return not _kinds(error).isdisjoint(_LOST) or is_hiccup(error)
+    return not _kinds(error).isdisjoint(_LOST) or is_transient(error)
 
 
 def _has_lost_peer(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from data_prep.files import Store, open_store, remove_temporaries
+from data_prep.files import Store, open_store
 from data_prep.parquet import ShardWriter, pixels, schema, shard_path
 from pipelines.dag.node import NodeOutput
 from pipelines.nodes.pictures import display, png
@@ -102,7 +102,7 @@ def draw(job: Job, chunks: Sequence[Chunk], *, resources: ResourcesConfig, progr
     import ray
 
     store, configs = open_store(job.out), load_stage_configs(job.inputs, job.stages)
-    remove_temporaries(store.filesystem, store.path())
+    store.remove_temporaries()
     pixels_each = pixels_to_draw(job, configs)
     total = pixels_each * sum(len(chunk.keys) for chunk in chunks)
     present = {entry.path for entry in store.walk()}
@@ -211,8 +211,7 @@ def write_chunk(store: Store, chunk: Chunk, values: np.ndarray, *, num_bits: int
     names = schema(side).remove(schema(side).get_field_index("px"))
     columns = [list(chunk.keys), [None] * num, [side] * num, [side] * num, [0] * num]  # key, label, sides, flags
     with ShardWriter(
-        store.filesystem,
-        folder=store.path(),
+        store,
         split=SPLIT,
         index=chunk.index,
         num_shards=num_chunks,

@@ -9,7 +9,7 @@ from data_prep import files as storage
 from data_prep.build import TooManyUnusable, build
 from data_prep.files import UserError
 from data_prep.parquet import Manifest
-from data_prep.sources.item import Unplannable, UnusableSource
+from data_prep.sources import Unplannable, UnusableSource
 from pipelines.dag.node import NodeContext, NodeResult
 
 FOLDER = "dataset"
@@ -18,7 +18,7 @@ FOLDER = "dataset"
 def run(context: NodeContext) -> NodeResult:
     """config: data (DataConfig without what is in options). options: root, max_quarantine_fraction, num_cpus of a task.
 
-    Raising max_quarantine_fraction after a build gave up makes no other data set: it goes on. Raises UserError for a
+    Raising max_quarantine_fraction after a build gave up makes no other data set: it resumes. Raises UserError for a
     source that cannot be used, or not with this configuration.
     """
     options = {name: context.options[name] for name in ("root", "max_quarantine_fraction")}

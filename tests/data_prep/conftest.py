@@ -45,18 +45,17 @@ def rendered(tmp_path: pathlib.Path) -> Callable[..., dict[str, dict[str, tuple]
         import pyarrow.parquet as pq
 
         from data_prep import sources
+        from data_prep.build import write_shard
         from data_prep.parquet import pixels
         from data_prep.plan import make_plan
-        from data_prep.shard import write_shard
 
         out = tmp_path / "rendered"
         plan = make_plan(config, sources.find(config))
         found: dict[str, dict[str, tuple]] = {"train": {}, "valid": {}, "test": {}}
         for shard in plan.shards:
-            task = {"shard": pickle.dumps(shard)}
-            sidecar = json.loads(
-                write_shard(task, config=config, root=plan.source.root, out=str(out), plan_hash=plan.hash)["sidecar"]
-            )
+            task, place = {"shard": pickle.dumps(shard)}, (plan.source.name, plan.source.root)
+            answer = write_shard(task, config=config, source=place, out=str(out), plan_hash=plan.hash)
+            sidecar = json.loads(answer["sidecar"])
             for file in sidecar["files"]:
                 if (file["resolution"], file["bits"]) == (config.image_size, 8):
                     table = pq.read_table(out / file["path"], partitioning=None)

@@ -16,10 +16,10 @@ from collections import Counter
 import pytest
 
 from data_prep import images, sources
+from data_prep.build import write_shard
 from data_prep.config import DataConfig
 from data_prep.plan import make_plan, num_duplicates
-from data_prep.shard import write_shard
-from data_prep.sources.item import UnusableSource
+from data_prep.sources import UnusableSource
 
 FOLDER = pathlib.Path(__file__).parents[2].parent / "shared" / "bad_inputs"
 CASES = json.loads((FOLDER / "expected.json").read_text())["cases"] if FOLDER.is_dir() else []
@@ -31,7 +31,7 @@ NAMES = {
     "train_duplicates.tar": "ILSVRC2012_img_train.tar",
     "train_truncated.tar": "ILSVRC2012_img_train.tar",
     "not_a_tar.tar": "ILSVRC2012_img_train.tar",
-    "val_labels_short.txt": "ILSVRC2012_validation_ground_truth.txt",
+    "val_labels_short.txt": "imagenet_2012_validation_synset_labels.txt",
     "evil_train_data_batch_1": "train_data_batch_1",
     "object_array.npz": "train_data_batch_1.npz",
     "imagenet32_ok.npz": "train_data_batch_1.npz",
@@ -61,9 +61,9 @@ def outcome(config: DataConfig, out: pathlib.Path) -> tuple[int, Counter, Counte
     rows, conversions, contents = 0, Counter(), [plan.contents]
     reasons = Counter(record["reason"] for record in plan.rejected + plan.quarantine)
     for shard in plan.shards:
-        task = {"shard": pickle.dumps(shard)}
-        text = write_shard(task, config=config, root=str(config.root), out=str(out), plan_hash=plan.hash)["sidecar"]
-        sidecar = json.loads(text)
+        task, place = {"shard": pickle.dumps(shard)}, (plan.source.name, plan.source.root)
+        answer = write_shard(task, config=config, source=place, out=str(out), plan_hash=plan.hash)
+        sidecar = json.loads(answer["sidecar"])
         rows += sidecar["num_rows"]
         conversions.update(sidecar["conversions"])
         reasons.update(record["reason"] for record in sidecar["quarantine"])
@@ -112,7 +112,7 @@ def test_label_minus_one_is_null_and_labels_reach_the_rows(shared: pathlib.Path,
     found = sources.find(config)
     assert [item.key for item in found.items] == sorted(item.key for item in found.items)
     assert {item.label for item in found.items} == {0} and len(found.items) == 2
-    with sources.Reader(found.root) as reader:
+    with sources.Reader(found.name, found.root) as reader:
         assert all(images.decode(reader.read(item), profile="tf").pixels.size for item in found.items)
 
 

@@ -21,8 +21,7 @@ from data_prep import images, sources
 from data_prep.build import TooManyUnusable, build
 from data_prep.config import DataConfig
 from data_prep.parquet import open_dataset, pixels
-from data_prep.plan import make_plan
-from data_prep.splits import split_photos
+from data_prep.plan import make_plan, split_photos
 from data_prep.verify import verify
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -111,7 +110,7 @@ def test_no_core_in_sight_does_not_hold_the_build_up(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(data_prep.build, "_ANSWER_SEC", 0.01)
     none = SimpleNamespace(get_total_resources=lambda: SimpleNamespace(cpu=0.0))
     for executor in (SimpleNamespace(_cluster_autoscaler=none), SimpleNamespace()):
-        data_prep.build.KnowsItsCores().before_execution_starts(executor)
+        data_prep.build.WaitForAutoscaler().before_execution_starts(executor)
 
 
 def test_tiles_split_by_photo_and_held_out_ones_do_not_overlap(config: DataConfig, tmp_path: pathlib.Path):
@@ -142,7 +141,7 @@ def test_deleted_shard_is_the_only_one_that_is_written_again(config: DataConfig,
     lost = out / "res=8" / "bits=3" / "train-00001-of-00003.parquet"
     lost.unlink()
     (out / "manifest.json").unlink()
-    (out / "res=8" / "bits=3" / "train-00001-of-00003.parquet.tmp-1").write_bytes(b"half a shard")
+    (out / "res=8" / "bits=3" / "train-00001-of-00003.parquet.tmp-0123abcd-1").write_bytes(b"half a shard")
     times = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet") if "quarantine" not in path.name}
     build(config, out=str(out), progress=quiet)
     assert contents(out) == before
@@ -173,7 +172,7 @@ def test_file_that_changed_size_under_the_build_stops_the_commit(config: DataCon
 
     with pytest.raises(OSError, match="valid-00000-of-00001.parquet has 16 bytes"):
         build(config, out=str(tmp_path / "set"), progress=progress)
-    with pytest.raises(ValueError, match="no finished data set"):
+    with pytest.raises(ValueError, match="not a finished data set"):
         open_dataset(str(tmp_path / "set"))
     (tmp_path / "set" / "_build" / "mine").touch()  # a build with another plan would clear this folder
     build(dataclasses.replace(config, max_quarantine_fraction=0.1), out=str(tmp_path / "set"), progress=quiet)
@@ -214,7 +213,7 @@ def test_too_many_bad_photos_stop_the_build(config: DataConfig, tmp_path: pathli
     (tmp_path / "raw" / "photo_03.png").write_bytes(b"")
     with pytest.raises(TooManyUnusable, match=r"1 of 12 photos .* 1 empty .*photo_03.png"):
         build(config, out=str(tmp_path / "set"), progress=quiet)
-    with pytest.raises(ValueError, match="no finished data set"):
+    with pytest.raises(ValueError, match="not a finished data set"):
         open_dataset(str(tmp_path / "set"))
     assert pq.read_table(tmp_path / "set" / "quarantine.parquet").column("key").to_pylist() == ["photo_03.png"]
 

@@ -1,34 +1,100 @@
-"""A written file is whole or absent.  pytest tests/data_prep/test_files.py"""
+"""A file is whole or absent, on a disk and on an object store.  pytest tests/data_prep/test_files.py"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import pathlib
+import pickle
 
-import pyarrow.fs as pafs
 import pytest
+from pyarrow._fs import _MockFileSystem
 
 from data_prep import files
+from data_prep.files import Store, UserError, join, open_store, parent
 
 
-def test_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path: pathlib.Path):
-    filesystem, folder = files.locate(str(tmp_path))
-    files.put_bytes(filesystem, f"{folder}/a/b.bin", b"old")
-    with pytest.raises(RuntimeError), files.whole_file(filesystem, f"{folder}/a/b.bin") as stream:
-        stream.write(b"half")
+def object_store() -> Store:
+    """In memory and not local: it is written as S3 and GCS are."""
+    return Store("s3://bucket/run", filesystem=_MockFileSystem(), base="bucket/run")
+
+
+@pytest.fixture(params=["local", "object store"])
+def store(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Store:
+    return open_store(tmp_path / "run") if request.param == "local" else object_store()
+
+
+# ---- what is written is what is read -------------------------------------------------------------------------------
+
+
+def test_bytes_come_back_and_are_replaced_whole(store: Store) -> None:
+    store.write_bytes("a/b/c.bin", b"first, and longer")
+    store.write_bytes("a/b/c.bin", b"second")
+    assert store.read_bytes("a/b/c.bin") == b"second"
+    assert store.sha256("a/b/c.bin") == hashlib.sha256(b"second").hexdigest()
+    with store.open("a/b/c.bin") as stream:
+        assert stream.read_at(3, 1) == b"eco"
+
+
+def test_listing_names_files_and_folders_below(store: Store) -> None:
+    for name in ("a/1", "a/2/3", "b"):
+        store.write_text(name, "xx")
+    assert [(e.path, e.is_folder) for e in store.list()] == [("a", True), ("b", False)]
+    assert [(e.path, e.bytes) for e in store.walk("a")] == [("a/1", 2), ("a/2/3", 2)]
+    assert [e and e.bytes for e in store.infos(["b", "no"])] == [2, None]
+    assert store.list("nothing/here") == []
+
+
+def test_exists_and_delete(store: Store) -> None:
+    store.write_text("a/1", "x")
+    store.write_text("a/2", "x")
+    assert store.exists("a") and store.exists("a/1") and not store.exists("a/3")
+    store.delete("a/1")
+    assert not store.exists("a/1") and store.exists("a/2")
+    store.delete("a")
+    store.delete("never was")
+    assert not store.exists("a/2")
+
+
+def test_missing_file_raises(store: Store) -> None:
+    with pytest.raises(FileNotFoundError):
+        store.read_bytes("nothing")
+    with pytest.raises(FileNotFoundError):
+        store.download("nothing", "/nowhere")
+
+
+def test_folder_goes_up_and_comes_down_unchanged(store: Store, tmp_path: pathlib.Path) -> None:
+    source = tmp_path / "source"
+    (source / "sub").mkdir(parents=True)
+    (source / "one").write_bytes(b"1" * 100)
+    (source / "sub" / "two").write_bytes(b"")
+    store.upload(source, "up")
+    store.download("up", tmp_path / "down")
+    assert (tmp_path / "down" / "one").read_bytes() == b"1" * 100
+    assert (tmp_path / "down" / "sub" / "two").read_bytes() == b""
+    store.sub("up").download("sub", tmp_path / "part")
+    assert [p.name for p in (tmp_path / "part").iterdir()] == ["two"]
+    store.download("up/one", tmp_path / "single")
+    assert (tmp_path / "single").read_bytes() == b"1" * 100
+
+
+# ---- whole or absent -----------------------------------------------------------------------------------------------
+
+
+def test_an_error_while_writing_leaves_the_old_file_and_nothing_else(store: Store) -> None:
+    store.write_bytes("a/b.bin", b"old")
+    with pytest.raises(RuntimeError), store.writing(["a/b.bin", "c.bin"]) as streams:
+        streams["a/b.bin"].write(b"half")
         raise RuntimeError
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b.bin"]
-    assert files.read_bytes(filesystem, f"{folder}/a/b.bin") == b"old"
-    assert files.digest(filesystem, f"{folder}/a/b.bin") == (3, hashlib.sha256(b"old").hexdigest())
+    assert store.read_bytes("a/b.bin") == b"old" and [entry.path for entry in store.walk()] == ["a/b.bin"]
 
 
 def test_several_files_are_on_the_disk_before_the_first_of_them_appears(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
-    filesystem, folder = files.locate(str(tmp_path))
-    paths = [f"{folder}/a/1.bin", f"{folder}/b/2.bin"]
-    monkeypatch.setattr(files, "_SYNC_BYTES", 4)  # so that most is on its way before the end
+) -> None:
+    store, paths = open_store(tmp_path), [str(tmp_path / "a" / "1.bin"), str(tmp_path / "b" / "2.bin")]
+    monkeypatch.setattr(files, "_SYNC_BYTES", 4)  # so that most is on the disk before the end
     synced: dict[int, int] = {}  # inode -> bytes
     fsync, replace = os.fsync, os.replace
 
@@ -37,52 +103,112 @@ def test_several_files_are_on_the_disk_before_the_first_of_them_appears(
         synced[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
 
     def check(source: str, target: str) -> None:
-        for path in (f"{p}.tmp-{os.getpid()}" if not os.path.exists(p) else p for p in paths):
+        for path in (path if os.path.exists(path) else path + source[len(target) :] for path in paths):
             assert synced[os.stat(path).st_ino] == 30, path
         replace(source, target)
 
     monkeypatch.setattr(os, "fsync", note)
     monkeypatch.setattr(os, "replace", check)
-    with files.whole_files(filesystem, paths) as streams:
+    with store.writing(["a/1.bin", "b/2.bin"]) as streams:
         for _ in range(10):
-            for path in paths:
-                streams[path].write(b"abc")
+            for stream in streams.values():
+                stream.write(b"abc")
         assert not any(os.path.exists(path) for path in paths)
     assert [pathlib.Path(path).read_bytes() for path in paths] == [b"abc" * 10] * 2
     assert {stream.sha256 for stream in streams.values()} == {hashlib.sha256(b"abc" * 10).hexdigest()}
 
 
-def test_disk_that_fails_behind_the_writer_fails_the_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
-    """The kernel tells of an error once, to whoever syncs first."""
-    filesystem, folder = files.locate(str(tmp_path))
+def test_a_disk_that_fails_in_the_background_fails_the_file(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reports an error once, to whoever syncs first."""
     monkeypatch.setattr(files, "_SYNC_BYTES", 4)
     errors = [OSError("the disk is gone")]
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(errors.pop()) if errors else None)
-    with pytest.raises(OSError, match="the disk is gone"), files.whole_file(filesystem, f"{folder}/a.bin") as stream:
-        stream.write(b"abcdef")
+    with pytest.raises(OSError, match="the disk is gone"), open_store(tmp_path).writing(["a.bin"]) as streams:
+        streams["a.bin"].write(b"abcdef")
     assert not errors and list(tmp_path.iterdir()) == []
 
 
-def test_other_filesystems_see_one_complete_put(tmp_path: pathlib.Path):
-    """SubTreeFileSystem stands for an object store: it is no LocalFileSystem, so nothing is renamed."""
-    store = pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem())
-    with pytest.raises(RuntimeError), files.whole_file(store, "b.bin") as stream:
-        stream.write(b"half")
-        raise RuntimeError
-    assert list(tmp_path.iterdir()) == []
-    files.put_bytes(store, "b.bin", b"whole")
-    assert (tmp_path / "b.bin").read_bytes() == b"whole"
+def test_object_stores_see_one_put_and_no_rename(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> None:
+        raise AssertionError("rename on a store")
+
+    monkeypatch.setattr(files.os, "replace", forbidden)
+    store = object_store()
+    store.write_bytes("a/file", b"x")
+    with store.writing(["a/other"]) as streams:
+        streams["a/other"].write(b"y")
+        assert not store.exists("a/other")
+    assert [e.path for e in store.walk()] == ["a/file", "a/other"]
 
 
-def test_leftovers_of_killed_writers_are_removed(tmp_path: pathlib.Path):
+def test_leftovers_of_killed_writers_are_removed(tmp_path: pathlib.Path) -> None:
     (tmp_path / "x").mkdir()
-    for name in ("x/a.parquet.tmp-123", "x/a.tmp-notes", "a.parquet"):
+    for name in ("x/a.parquet.tmp-0123abcd-123", "x/a.tmp-notes", "a.parquet"):
         (tmp_path / name).write_bytes(b"")
-    files.remove_temporaries(*files.locate(str(tmp_path)))
+    open_store(tmp_path).remove_temporaries()
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["a.parquet", "a.tmp-notes"]
 
 
-def test_relative_and_home_paths_are_made_absolute(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+def test_only_transient_errors_are_retried(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, failures = open_store(tmp_path), [OSError(errno.EIO, "input/output error"), ConnectionResetError("reset")]
+    waits: list[float] = []
+    monkeypatch.setattr(files.time, "sleep", waits.append)
+    fsync = os.fsync
+
+    def failing(handle: int) -> None:
+        if failures:
+            raise failures.pop(0)
+        fsync(handle)
+
+    monkeypatch.setattr(files.os, "fsync", failing)
+    store.write_bytes("file", b"new")
+    assert store.read_bytes("file") == b"new" and waits == [0.5, 2.0]
+    failures += [OSError(errno.ENOSPC, "no space left")]
+    with pytest.raises(OSError, match="no space"):
+        store.write_bytes("file", b"newer")
+    failures += [OSError(errno.EIO, "input/output error")] * 9
+    with pytest.raises(OSError, match="input/output"):
+        store.write_bytes("file", b"newer")
+    assert len(waits) == 2 + len(files._RETRY_SEC)
+    assert store.read_bytes("file") == b"new" and [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+# ---- places --------------------------------------------------------------------------------------------------------
+
+
+def test_paths_cannot_leave_the_store(store: Store) -> None:
+    for path in ("../other", "/etc/passwd", "a/../../b"):
+        with pytest.raises(AssertionError, match="leads out"):
+            store.path(path)
+
+
+def test_a_store_survives_pickling(tmp_path: pathlib.Path) -> None:
+    store = open_store(tmp_path)
+    store.write_text("x", "1")
+    assert pickle.loads(pickle.dumps(store)).read_bytes("x") == b"1"
+
+
+def test_relative_and_file_uris_mean_absolute_local_folders(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert files.locate("data/set/")[1] == str(tmp_path / "data" / "set")
-    assert files.locate(f"file://{tmp_path}/set")[1] == str(tmp_path / "set")
+    for uri in ("my runs/", f"file://{tmp_path}/my runs", (tmp_path / "my runs").as_uri()):
+        assert open_store(uri).uri == str(tmp_path / "my runs")
+    assert not (tmp_path / "my runs").exists()
+
+
+def test_options_of_a_uri_stay_at_its_end() -> None:
+    assert join("s3://bucket/run?region=eu-west-1", "a/b") == "s3://bucket/run/a/b?region=eu-west-1"
+    assert join("/runs/what?", "a") == "/runs/what?/a"
+    assert parent("s3://bucket/run/a?region=eu-west-1") == ("s3://bucket/run?region=eu-west-1", "a")
+    assert parent("/runs/what?") == ("/runs", "what?") and parent("/a") == ("/", "a")
+    store = open_store("s3://bucket/run?region=eu-west-1&endpoint_override=127.0.0.1:1&scheme=http")
+    assert store.path("a") == "bucket/run/a" and not store.is_local
+    assert open_store(store.uri_of("a")).path() == "bucket/run/a"
+
+
+def test_unknown_scheme_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match="ftp"):
+        open_store("ftp://host/x")

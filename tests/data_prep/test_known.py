@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from data_prep import known
+from data_prep import plan
 from data_prep.config import DataConfig
-from data_prep.sources.item import Source, UnusableSource
+from data_prep.sources import Source, UnusableSource
 
 
 def config(dataset: str, **changes: object) -> DataConfig:
@@ -31,27 +31,27 @@ def config(dataset: str, **changes: object) -> DataConfig:
 )
 def test_each_id_has_its_source(dataset: str, source: str, good: bool):
     if good:
-        known.check_id(config(dataset), source)
+        plan.check_id(config(dataset), source)
     else:
         with pytest.raises(ValueError, match="dataset is"):
-            known.check_id(config(dataset), source)
+            plan.check_id(config(dataset), source)
 
 
 def test_known_sets_are_whole_and_allow_no_quarantine():
     source = Source("cifar10", "", "x", [], [], {}, "")
     whole = {"train": 45_000, "valid": 5_000, "test": 10_000}
-    known.check_counts(config("cifar10"), source, whole)
+    plan.check_counts(config("cifar10"), source, whole)
     moved = {"train": 50_000, "valid": 0, "test": 10_000}
-    known.check_counts(config("cifar10"), source, moved)
+    plan.check_counts(config("cifar10"), source, moved)
     short = whole | {"test": 9_999}
     with pytest.raises(UnusableSource, match="count_mismatch: cifar10 has 50000 train and 10000 test images"):
-        known.check_counts(config("cifar10"), source, short)
-    known.check_counts(config("cifar10-part"), source, short)
-    known.check_counts(config("cifar10", check_counts=False), source, short)
+        plan.check_counts(config("cifar10"), source, short)
+    plan.check_counts(config("cifar10-part"), source, short)
+    plan.check_counts(config("cifar10", check_counts=False), source, short)
     other_split = {"train": 24_183, "valid": 2_993, "test": 2_824}
-    known.check_counts(config("celebahq", split="celeba_partition"), source, other_split)
+    plan.check_counts(config("celebahq", split="celeba_partition"), source, other_split)
     with pytest.raises(UnusableSource, match="count_mismatch"):
-        known.check_counts(config("celebahq", split="glow"), source, other_split)
-    shares = [known.max_quarantine_fraction(config(name)) for name in ("cifar10", "cifar10-part", "pictures")]
+        plan.check_counts(config("celebahq", split="glow"), source, other_split)
+    shares = [plan.max_quarantine_fraction(config(name)) for name in ("cifar10", "cifar10-part", "pictures")]
     assert shares == [0, 0.001, 0.001]
-    assert known.max_quarantine_fraction(config("cifar10", max_quarantine_fraction=0.5)) == 0.5
+    assert plan.max_quarantine_fraction(config("cifar10", max_quarantine_fraction=0.5)) == 0.5

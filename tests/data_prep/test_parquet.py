@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep import files, images
+from data_prep import images
+from data_prep.files import open_store
 from data_prep.parquet import (
     QUARANTINE,
     QUARANTINE_SCHEMA,
@@ -39,10 +40,8 @@ def rows(begin: int, end: int) -> tuple[pa.Table, dict[int, np.ndarray]]:
 
 def write(folder: pathlib.Path) -> Dataset:
     """A small finished data set, without Ray: one shard in row groups of 10."""
-    filesystem, path = files.locate(str(folder))
     writer = ShardWriter(
-        filesystem,
-        folder=path,
+        open_store(folder),
         split="train",
         index=0,
         num_shards=1,
@@ -63,7 +62,7 @@ def write(folder: pathlib.Path) -> Dataset:
         num_photos={"train": NUM_ROWS},
         split_hashes={"train": keys_hash(f"k{i}" for i in range(NUM_ROWS))},
         quarantine={},
-        quarantine_sha256=files.digest(filesystem, f"{path}/{QUARANTINE}")[1],
+        quarantine_sha256=open_store(folder).sha256(QUARANTINE),
         conversions={},
         shards=writer.shards(),
         versions={},
@@ -111,9 +110,8 @@ def test_pixels_are_not_copied():
 
 
 def test_failed_shard_leaves_no_file(tmp_path: pathlib.Path):
-    filesystem, path = files.locate(str(tmp_path))
-    options = dict(folder=path, split="train", index=0, num_shards=1, resolutions=SIDES, bits=BITS, row_group_rows=2)
-    with pytest.raises(RuntimeError), ShardWriter(filesystem, **options) as writer:
+    options = dict(split="train", index=0, num_shards=1, resolutions=SIDES, bits=BITS, row_group_rows=2)
+    with pytest.raises(RuntimeError), ShardWriter(open_store(tmp_path), **options) as writer:
         writer.append(*rows(0, 9))
         raise RuntimeError
     assert [found for found in tmp_path.rglob("*") if found.is_file()] == []
@@ -142,9 +140,9 @@ def test_asking_for_what_is_not_there_names_what_is(tmp_path: pathlib.Path):
 
 def test_sums_counted_while_writing_are_those_of_the_files(tmp_path: pathlib.Path):
     dataset = write(tmp_path)
-    filesystem, folder = files.locate(str(tmp_path))
+    store = open_store(tmp_path)
     for shard in dataset.manifest.shards:
-        assert (shard.bytes, shard.sha256) == files.digest(filesystem, f"{folder}/{shard.path}")
+        assert (shard.bytes, shard.sha256) == (store.info(shard.path).bytes, store.sha256(shard.path))
 
 
 @pytest.mark.parametrize("when", ["open", "append", "close"])

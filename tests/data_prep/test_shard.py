@@ -20,11 +20,11 @@ import pytest
 from PIL import Image
 
 from data_prep import images, sources
+from data_prep.build import write_shard
 from data_prep.config import DataConfig
 from data_prep.order import draws
 from data_prep.parquet import QUARANTINE_SCHEMA
 from data_prep.plan import content_of, make_plan, num_duplicates
-from data_prep.shard import write_shard
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def whole(config: DataConfig, key: str) -> np.ndarray:
 def sidecar_of(config: DataConfig, out: pathlib.Path) -> dict:
     plan = make_plan(config, sources.find(config))
     (shard,) = plan.shards
-    task = {"shard": pickle.dumps(shard)}
-    return json.loads(write_shard(task, config=config, root=config.root, out=str(out), plan_hash="p")["sidecar"])
+    task, place = {"shard": pickle.dumps(shard)}, (plan.source.name, plan.source.root)
+    return json.loads(write_shard(task, config=config, source=place, out=str(out), plan_hash="p")["sidecar"])
 
 
 def test_squash_keeps_all_of_a_photo(config: DataConfig, rendered: Callable):

@@ -29,7 +29,7 @@ def test_keys_are_sorted_relative_paths_and_side_files_are_counted(tmp_path: pat
     found = sources.find(config(tmp_path))
     assert [item.key for item in found.items] == ["a/deep/photo_00.jpg", "b/photo_00.jpg", "b/photo_01.png"]
     assert found.skipped == {"not_a_data_file": 6}
-    with sources.Reader(found.root) as reader:
+    with sources.Reader(found.name, found.root) as reader:
         assert reader.read(found.items[2]) == (tmp_path / "b" / "photo_01.png").read_bytes()
     assert sources.find(config(tmp_path.as_uri())).items == found.items
     assert (found.name, found.why) == ("folder", "it has images such as a/deep/photo_00.jpg")
@@ -101,7 +101,7 @@ def test_a_name_that_is_no_text_is_shown(tmp_path: pathlib.Path, make_photos: Ca
         os.rename(tmp_path / "photo_00.jpg", os.fsencode(tmp_path) + b"/caf\xe9.jpg")
     except OSError:
         pytest.skip("this file system has names in UTF-8 only")
-    with pytest.raises(ValueError, match=r"root is .*caf\\xe9.jpg' is no name in UTF-8") as error:
+    with pytest.raises(ValueError, match=r"root is .*caf\\xe9.jpg' is not a name in UTF-8") as error:
         sources.find(config(tmp_path))
     assert not isinstance(error.value, UnicodeError)
 

@@ -10,8 +10,8 @@ import pathlib
 import pytest
 
 from data_prep.config import DataConfig
-from data_prep.sources.item import Item, UnusableSource
-from data_prep.splits import split_items, split_photos
+from data_prep.plan import split_items, split_photos
+from data_prep.sources import Item, UnusableSource
 
 
 def config(**changes: object) -> DataConfig:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep import files
+from data_prep.files import open_store
 from data_prep.parquet import (
     QUARANTINE,
     QUARANTINE_SCHEMA,
@@ -33,12 +33,11 @@ BAD = dict(key="bad", source="bad", offset=None, size=0, sha256="", reason="empt
 @pytest.fixture
 def dataset(tmp_path: pathlib.Path) -> Dataset:
     """Two shards of 23 rows in row groups of 10, without Ray; every image was gray, one more is in quarantine."""
-    filesystem, folder = files.locate(str(tmp_path))
     rng = np.random.default_rng(0)
     shards, keys = [], [f"k{i}" for i in range(46)]
     for index in range(2):
         options = dict(split="train", index=index, num_shards=2, resolutions=SIDES, bits=BITS, row_group_rows=10)
-        writer = ShardWriter(filesystem, folder=folder, **options)
+        writer = ShardWriter(open_store(tmp_path), **options)
         columns = [keys[23 * index : 23 * (index + 1)], [None] * 23, [60] * 23, [80] * 23, [1] * 23]
         fields = list(schema(8))[:-1]
         arrays = [pa.array(column, field.type) for column, field in zip(columns, fields, strict=True)]
@@ -56,7 +55,7 @@ def dataset(tmp_path: pathlib.Path) -> Dataset:
         num_photos={"train": 46},
         split_hashes={"train": keys_hash(keys)},
         quarantine={"empty": 1},
-        quarantine_sha256=files.digest(filesystem, f"{folder}/{QUARANTINE}")[1],
+        quarantine_sha256=open_store(tmp_path).sha256(QUARANTINE),
         conversions={"gray_to_rgb": 46},
         shards=shards,
         versions={},
@@ -75,9 +74,8 @@ def change(dataset: Dataset, **fields: object) -> list[str]:
 def forge(dataset: Dataset, path: str, table: pa.Table, *, row_group_size: int = 10) -> list[str]:
     """Replaces a file by one that is intact in itself, with a manifest that fits its checksum, and verifies."""
     pq.write_table(table, pathlib.Path(dataset.uri) / path, row_group_size=row_group_size)
-    filesystem, folder = files.locate(dataset.uri)
-    size, sha256 = files.digest(filesystem, f"{folder}/{path}")
-    sums = dict(bytes=size, sha256=sha256)
+    store = open_store(dataset.uri)
+    sums = dict(bytes=store.info(path).bytes, sha256=store.sha256(path))
     shards = [dataclasses.replace(s, **sums) if s.path == path else s for s in dataset.manifest.shards]
     return change(dataset, shards=shards)
 

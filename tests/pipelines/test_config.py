@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from data_prep import known
 from data_prep.config import CROPS, PROFILES, SOURCES, SPLIT_RULES
 from data_prep.files import UserError
+from data_prep.plan import COUNTS, check_id
 from pipelines import loading as configs
 from pipelines.config import (
     USES,
@@ -80,10 +80,10 @@ def test_presets_of_the_paper_have_its_slices_and_optimiser(name: str) -> None:
 )
 def test_presets_name_the_data_set_that_their_source_makes(name: str, dataset: str, source: str) -> None:
     data = load(name).data
-    assert (data.dataset, data.source) == (dataset, source) and dataset in known.COUNTS
+    assert (data.dataset, data.source) == (dataset, source) and dataset in COUNTS
     assert data.num_valid_photos > 0 and data.num_test_photos == 0  # the sources have test splits of their own
     if source != "auto":
-        known.check_id(data, source)
+        check_id(data, source)
 
 
 @pytest.mark.parametrize(

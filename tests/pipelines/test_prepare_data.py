@@ -112,7 +112,7 @@ def test_what_is_not_the_users_mistake_is_not_told_as_one(
 
     (tmp_path / "raw").mkdir()
     photos(tmp_path / "raw")
-    monkeypatch.setattr("data_prep.files.locate" if lost else "data_prep.build.make_plan", fails)
+    monkeypatch.setattr("data_prep.sources.base.open_store" if lost else "data_prep.build.make_plan", fails)
     task = Task(open_store(tmp_path), "pipelines.nodes.prepare_data:run", context_of(tmp_path), {}, {}, "unknown")
     outcome = execute(task)
     assert (outcome.mistaken, outcome.lost) == (False, lost) and str(error) in outcome.error

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_prep import images, sources, splits
+from data_prep import images, plan, sources
 from data_prep.config import DataConfig
-from data_prep.sources import tfrecord
-from data_prep.sources.item import UnusableSource
+from data_prep.sources import celebahq
+from data_prep.sources.base import UnusableSource
 
 
 def config(root: pathlib.Path, **changes: object) -> DataConfig:
@@ -27,7 +27,7 @@ def config(root: pathlib.Path, **changes: object) -> DataConfig:
 
 @pytest.fixture
 def small_glow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splits, "NUM_GLOW_TEST", 2)
+    monkeypatch.setattr(plan, "NUM_GLOW_TEST", 2)
 
 
 @pytest.fixture(scope="session")
@@ -67,15 +67,14 @@ def test_numbered_files_are_split_by_number(
 
 
 def test_thirty_thousand_numbers_are_recognised_and_counted():
-    from data_prep.sources import celebahq
-    from data_prep.sources.item import Listing, SourceFile
+    from data_prep.sources.base import Listing, SourceFile
 
     files = tuple(SourceFile(f"{i:05d}.jpg", 1, 0) for i in range(30_000))
     good = config(pathlib.Path("x"))
     assert celebahq.recognise(Listing("x", files, 0), good) == "it has 30000 numbered images"
     assert celebahq.recognise(Listing("x", files[1:], 0), good) is None
     items = celebahq.index(Listing("x", files, 0), good).items
-    by_split = splits.split_items(good, "x", items)
+    by_split = plan.split_items(good, "x", items)
     assert {split: len(found) for split, found in by_split.items()} == {"train": 27_000, "valid": 0, "test": 3_000}
     assert by_split["test"][-1].key == "02999.jpg"
 
@@ -99,7 +98,7 @@ def test_celeba_partition_follows_the_mapping(tmp_path: pathlib.Path, faces: lis
     partition = tmp_path / "list_eval_partition.txt"
     partition.write_text("119614.jpg 0\n099095.jpg 2\n200122.jpg 1\n081060.jpg 0\n000001.jpg 0\n")
     rule = config(tmp_path, split="celeba_partition")
-    by_split = splits.split_items(rule, str(tmp_path), sources.find(rule).items)
+    by_split = plan.split_items(rule, str(tmp_path), sources.find(rule).items)
     assert {split: [item.key for item in found] for split, found in by_split.items()} == {
         "train": ["0.jpg", "3.jpg"],
         "valid": ["2.jpg"],
@@ -107,10 +106,10 @@ def test_celeba_partition_follows_the_mapping(tmp_path: pathlib.Path, faces: lis
     }
     partition.write_text("119614.jpg 0\n")
     with pytest.raises(UnusableSource, match="split_mismatch: 1.jpg"):
-        splits.split_items(rule, str(tmp_path), sources.find(rule).items)
+        plan.split_items(rule, str(tmp_path), sources.find(rule).items)
     partition.unlink()
     with pytest.raises(UnusableSource, match="missing_file: list_eval_partition.txt"):
-        splits.split_items(rule, str(tmp_path), sources.find(rule).items)
+        plan.split_items(rule, str(tmp_path), sources.find(rule).items)
 
 
 # ---- TFRecords -----------------------------------------------------------------------------------------------------
@@ -142,7 +141,7 @@ def example(pixels: np.ndarray, label: int) -> bytes:
 
 def record(body: bytes) -> bytes:
     head = struct.pack("<Q", len(body))
-    crcs = [struct.pack("<I", tfrecord.masked_crc32c(part)) for part in (head, body)]
+    crcs = [struct.pack("<I", celebahq.masked_crc32c(part)) for part in (head, body)]
     return head + crcs[0] + body + crcs[1]
 
 
@@ -186,7 +185,7 @@ def test_missing_or_damaged_records_are_refused(glow_records: tuple):
 @pytest.mark.parametrize("size", [0, 9, 127, 128, 129, 4095, 4096, 4225, 200_000])
 def test_checksum_is_crc32c(size: int):
     """Against the definition, bit by bit in pieces; the published check value first."""
-    assert tfrecord.crc32c(b"123456789") == 0xE3069283
+    assert celebahq.crc32c(b"123456789") == 0xE3069283
     data = np.random.default_rng(size).integers(0, 256, size).astype(np.uint8).tobytes()
     table = []
     for byte in range(256):
@@ -196,7 +195,7 @@ def test_checksum_is_crc32c(size: int):
     crc = 0xFFFFFFFF
     for byte in data:
         crc = crc >> 8 ^ table[(crc ^ byte) & 255]
-    assert tfrecord.crc32c(data) == crc ^ 0xFFFFFFFF
+    assert celebahq.crc32c(data) == crc ^ 0xFFFFFFFF
 
 
 def test_genuine_records(shared: pathlib.Path, tmp_path: pathlib.Path, rendered: Callable):

@@ -18,8 +18,8 @@ from PIL import Image
 
 from data_prep import sources
 from data_prep.config import DataConfig
+from data_prep.sources.base import UnusableSource
 from data_prep.sources.cifar10 import CLASSES
-from data_prep.sources.item import UnusableSource
 
 
 def config(root: pathlib.Path, **changes: object) -> DataConfig:

@@ -17,7 +17,7 @@ from PIL import Image
 
 from data_prep import images, sources
 from data_prep.config import DataConfig
-from data_prep.sources.item import UnusableSource
+from data_prep.sources.base import UnusableSource
 
 
 def config(root: pathlib.Path, dataset: str, **changes: object) -> DataConfig:

@@ -17,7 +17,7 @@ import pytest
 
 from data_prep import images, sources
 from data_prep.config import DataConfig
-from data_prep.sources.item import UnusableSource
+from data_prep.sources.base import UnusableSource
 
 VAL = [f"ILSVRC2012_val_{i:08d}.JPEG" for i in (1, 2, 3)]
 
@@ -62,18 +62,6 @@ def kaggle_labels(root: pathlib.Path, synsets: list[str]) -> None:
             writer.writerow([name.removesuffix(".JPEG"), f"{synset} 1 2 30 40 {synset} 5 6 7 8 "])
 
 
-def devkit(synsets: list[str], numbers: dict[str, int]) -> dict[str, bytes]:
-    """The two files of the devkit that say which image has which class; one inner node of the tree is added."""
-    import scipy.io
-
-    kinds = [("ILSVRC2012_ID", object), ("WNID", object), ("words", object), ("num_children", object)]
-    rows = [(number, synset, "word", 0) for synset, number in numbers.items()] + [(9999, "n00001740", "entity", 3)]
-    buffer = io.BytesIO()
-    scipy.io.savemat(buffer, {"synsets": np.array(rows, dtype=kinds)[:, None]})
-    truth = "".join(f"{numbers[synset]}\n" for synset in synsets)
-    return {"meta.mat": buffer.getvalue(), "ILSVRC2012_validation_ground_truth.txt": truth.encode()}
-
-
 def test_tars_folders_and_kaggle_give_the_same_rows(tmp_path: pathlib.Path, jpegs: list, rendered: Callable):
     as_tars(tmp_path / "tars", jpegs)
     as_folders(tmp_path / "folders", jpegs)
@@ -97,34 +85,6 @@ def test_tars_folders_and_kaggle_give_the_same_rows(tmp_path: pathlib.Path, jpeg
         for split, part in rows.items():
             assert part.keys() == found[other][split].keys()
             assert all(part[k][0] == v[0] and np.array_equal(part[k][1], v[1]) for k, v in found[other][split].items())
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_devkit_numbers_are_not_alphabetical(tmp_path: pathlib.Path, jpegs: list, packed: bool):
-    as_tars(tmp_path / "raw", jpegs)
-    synsets = [synset for synset, _ in jpegs]
-    numbers = {synset: number for number, synset in enumerate([synsets[i] for i in (3, 1, 5, 0, 2, 4)], start=1)}
-    files = devkit([synsets[4], synsets[0], synsets[5]], numbers)
-    if packed:
-        tar = tarfile.open(tmp_path / "raw" / "ILSVRC2012_devkit_t12.tar.gz", "w:gz")
-        with tar:
-            for name, data in files.items():
-                info = tarfile.TarInfo(f"ILSVRC2012_devkit_t12/data/{name}")
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
-    else:
-        for name, data in files.items():
-            (tmp_path / "raw" / name).write_bytes(data)
-    found = sources.find(config(tmp_path / "raw"))
-    assert {item.key: item.label for item in found.items if item.split == "test"} == {
-        f"val/{VAL[0]}": 4,
-        f"val/{VAL[1]}": 0,
-        f"val/{VAL[2]}": 5,
-    }
-    if not packed:
-        (tmp_path / "raw" / "meta.mat").unlink()
-        with pytest.raises(UnusableSource, match="missing_file: meta.mat"):
-            sources.find(config(tmp_path / "raw"))
 
 
 def test_other_lists_of_labels(tmp_path: pathlib.Path, jpegs: list):

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep import files, images, sources
+from data_prep import images, sources
 from data_prep.config import DataConfig
-from data_prep.sources.item import UnusableSource
-from data_prep.sources.reading import Reader
+from data_prep.files import open_store
+from data_prep.sources import Reader
+from data_prep.sources.base import UnusableSource
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +38,9 @@ def s3() -> Iterator[Callable[[str], str]]:
 
 
 def upload(folder: pathlib.Path, uri: str) -> None:
-    filesystem, path = files.locate(uri)
-    filesystem.create_dir(path.partition("/")[0])
-    pafs.copy_files(str(folder), path, destination_filesystem=filesystem)
+    store = open_store(uri)
+    store.filesystem.create_dir(store.base.partition("/")[0])
+    store.upload(folder, "")
 
 
 def write_sources(root: pathlib.Path, jpegs: list[tuple[str, bytes]]) -> dict[str, DataConfig]:
@@ -119,5 +119,8 @@ def test_a_file_that_became_shorter_is_an_error(tmp_path: pathlib.Path, jpegs: l
     last = max(sources.find(config).items, key=lambda item: item.offset)
     path = tmp_path / "tars" / last.path
     path.write_bytes(path.read_bytes()[: last.offset + 10])
-    with Reader(config.root) as reader, pytest.raises(UnusableSource, match="it has changed since it was listed"):
+    with (
+        Reader("ilsvrc_tar", config.root) as reader,
+        pytest.raises(UnusableSource, match="it has changed since it was listed"),
+    ):
         reader.read(last)

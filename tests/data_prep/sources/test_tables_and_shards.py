@@ -19,7 +19,7 @@ import pytest
 
 from data_prep import images, sources
 from data_prep.config import DataConfig
-from data_prep.sources.item import UnusableSource
+from data_prep.sources.base import UnusableSource
 
 
 def config(root: pathlib.Path, **changes: object) -> DataConfig:

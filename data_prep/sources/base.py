@@ -1,0 +1,362 @@
+"""What every source consists of, and what the readers of all layouts share: names, the listing, reading single items.
+
+A file lies below the source's root. An item is one image, a whole file or a part of one. A layout is a module of this
+package that finds the items in a listing; modules are imported by name, so that a build imports one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import pyarrow as pa
+
+from data_prep.config import DataConfig
+from data_prep.files import Store, UserError, is_transient, open_store
+from data_prep.images import UnusableImage
+
+ENCODED, HWC, CHW = "encoded", "hwc", "chw"  # an image file; raw uint8 of a square, interleaved or in planes
+UNUSED = "unused"  # a split that the data set does not have
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")  # TIFF: to be named, not skipped
+
+_SYSTEM_FILES = ("thumbs.db", "desktop.ini")
+_MAX_OPEN = 16  # files that stay open for further items
+_WORDS = {"train": "train", "training": "train", "val": "valid", "valid": "valid", "validation": "valid"}
+_WORDS |= {"test": "test", "testing": "test"}
+_SERIES = re.compile(r"^(?P<series>.*)-(?P<index>\d+)-of-(?P<count>\d+)(?P<rest>[^/]*)$")
+
+
+class UnusableSource(ValueError):
+    """A source that must not be built from: damaged archives, wrong counts, unsafe files. `reason` is a stable code."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(f"{reason}: {message}")
+        self.reason = reason
+        self.message = message
+
+    def __reduce__(self) -> tuple:
+        return UnusableSource, (self.reason, self.message)
+
+
+class Unplannable(ValueError):
+    """The configuration does not fit the source; one line that begins with the field's name says how."""
+
+
+# ---- what a source consists of -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    path: str  # below the root, forward slashes
+    size: int  # bytes
+    mtime_ns: int  # 0 where the filesystem has none
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One image of a source, and where its bytes are. Small on purpose: a source has up to millions."""
+
+    key: str  # unique in the source; the same for the same image in tars and in folders
+    path: str  # file below the root
+    size: int  # bytes; 0 where only reading tells (rows of a Parquet file)
+    offset: int | None = None  # first byte in the file; None: the whole file, or a row of a block
+    block: int | None = None  # of files that are read in blocks: row group of a Parquet file, member of an archive
+    row: int | None = None  # within the block
+    label: int | None = None
+    split: str | None = None  # train, valid or test where the source itself says so
+    layout: str = ENCODED
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """An item that goes to quarantine before anything is decoded. Its bytes, if any, are where the item says."""
+
+    item: Item
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files below a root, without the hidden ones and the system's."""
+
+    root: str  # path or URI, as in the config
+    files: tuple[SourceFile, ...]  # sorted by path
+    num_hidden: int
+
+    def open(self, path: str) -> pa.NativeFile:
+        """A listed file for reading at any position. Raises UnusableSource when it is gone or may not be read."""
+        with readable(path):
+            return open_store(self.root).open(path)
+
+    def read(self, path: str) -> bytes:
+        with readable(path):
+            return open_store(self.root).read_bytes(path)
+
+    def text(self, path: str) -> str:
+        return as_text(self.read(path), path=path)
+
+
+@dataclass
+class Index:
+    """The items that a layout finds in a listing; it is filled file by file."""
+
+    items: list[Item] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+    side: int | None = None  # pixels, where the images are finished ones that must not be resized
+    num_skipped: int = 0  # files and archive members that are not data: read-me files, label lists
+
+    def reject(self, item: Item, reason: str, message: str) -> None:
+        self.rejected.append(Rejected(item, reason, message))
+
+
+@dataclass(frozen=True)
+class Source:
+    name: str  # the layout, one of data_prep.config.SOURCES
+    why: str  # what the folder was recognised by
+    root: str  # path or URI, as in the config
+    items: list[Item]  # sorted by key
+    rejected: list[Rejected]
+    skipped: dict[str, int]  # files that are not data, counted by reason
+    listing_hash: str  # hex; changes when a file appears, disappears or changes
+    side: int | None = None  # pixels, where the images are finished ones that must not be resized
+
+
+class Layout(Protocol):
+    """The names that a layout's module has. Only layouts whose items are rows of blocks need `read_block`."""
+
+    LAYOUT: str  # for people
+    COUNT: str  # for people: how many images
+
+    def recognise(self, listing: Listing, config: DataConfig) -> str | None:
+        """Why the folder is taken for this layout, or None."""
+
+    def used(self, listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
+        """The files that the layout reads."""
+
+    def index(self, listing: Listing, config: DataConfig) -> Index:
+        """The items in them."""
+
+    def read_block(self, stream: pa.NativeFile, item: Item) -> Sequence[Any]:
+        """The rows of the item's block: bytes, or {"bytes": ..., "path": ...}. Raises UnusableSource."""
+
+
+def layout(name: str) -> Layout:
+    return cast(Layout, importlib.import_module(f"data_prep.sources.{name}"))
+
+
+# ---- names ---------------------------------------------------------------------------------------------------------
+
+
+def is_hidden(path: str) -> bool:
+    """Whether it is a file that systems leave beside data (.DS_Store, ._photo.jpg, Thumbs.db, __MACOSX/...)."""
+    parts = path.lower().split("/")
+    return (
+        parts[-1] in _SYSTEM_FILES
+        or "__macosx" in parts[:-1]
+        or any(part.startswith(".") and part not in (".", "..") for part in parts)
+    )
+
+
+def is_image_name(path: str) -> bool:
+    return path.lower().endswith(IMAGE_SUFFIXES)
+
+
+def is_unsafe(name: str) -> bool:
+    """Whether a name inside an archive or a table leads out of its folder."""
+    return name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/")
+
+
+def split_of(path: str, config: DataConfig) -> str | None:
+    """The split that a shard's path names, the last such word counting; None when it names none.
+
+    ImageNet is scored on its validation images; its test images have no labels and are in no result: UNUSED.
+    """
+    words = [_WORDS[word] for word in re.split(r"[^a-z]+", path.lower()) if word in _WORDS]
+    if not words:
+        return None
+    if config.dataset.startswith("imagenet"):
+        return {"train": "train", "valid": "test", "test": UNUSED}[words[-1]]
+    return words[-1]
+
+
+def check_series(paths: Iterable[str]) -> None:
+    """Names such as train-00003-of-00128.parquet say how many there must be. Raises UnusableSource missing_file."""
+    series: dict[tuple[str, str, int], set[int]] = {}
+    for path in paths:
+        if match := _SERIES.match(path):
+            series.setdefault((match["series"], match["rest"], int(match["count"])), set()).add(int(match["index"]))
+    for (name, rest, count), found in series.items():
+        expected = set(range(1, count + 1)) if count in found else set(range(count))
+        if found != expected:
+            missing = sorted(expected - found)
+            message = f"{len(missing)} of {count} files {name}-*-of-*{rest} are missing, such as number {missing[0]}"
+            raise UnusableSource("missing_file", message)
+
+
+def choose_side(found: dict[str, int], config: DataConfig, *, source: str) -> int:
+    """`found`: {file: side of its images}, of finished images that are never resized.
+
+    Raises Unplannable when none has image_size, UnusableSource when there is no file.
+    """
+    if not found:
+        raise UnusableSource("missing_file", f"source {source} finds none of its files")
+    if config.image_size not in found.values():
+        sides = ", ".join(map(str, sorted(set(found.values()))))
+        raise Unplannable(f"image_size is {config.image_size}; the source ({source}) has images of {sides} pixels")
+    return config.image_size
+
+
+def as_text(data: bytes, *, path: str) -> str:
+    """Raises UnusableSource."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        message = f"{path} is not text in UTF-8 (the first bad byte is number {error.start})"
+        raise UnusableSource("corrupt_source_file", message) from None
+
+
+# ---- the listing ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def readable(path: str) -> Iterator[None]:
+    """Raises UnusableSource, with the file's name, when a listed file has gone or may not be read.
+
+    Other errors of the storage pass: the same read may succeed in a moment.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise UnusableSource("missing_file", f"{path} was there when the folder was listed, and is gone") from None
+    except PermissionError:
+        raise UnusableSource("unreadable_file", f"{path} may not be read by this user") from None
+
+
+def list_files(root: str) -> Listing:
+    """Raises Unplannable when the folder is missing, cannot be opened, or holds a broken link or an unusable name.
+
+    Raises OSError after a transient error of the storage: the same listing may succeed in a moment.
+    """
+    try:
+        store = open_store(root)
+        folder = store.info()
+        is_folder = folder is not None and folder.is_folder
+        found = store.select(recursive=True) if is_folder else []
+        broken = _broken_link(store, ["", *(entry.path for entry in found if entry.is_folder)]) if is_folder else None
+    except UnicodeDecodeError as error:
+        raise Unplannable(f"root is {root!r}; {error.object!r} is not a name in UTF-8: rename it") from None
+    except (OSError, ValueError, UserError) as error:  # pyarrow's errors for bad URIs and stores derive from these
+        if is_transient(error):
+            raise
+        raise Unplannable(f"root is {root!r}; it cannot be opened: {' '.join(str(error).split())}") from None
+    if not is_folder:
+        what = "there is no such folder" if folder is None else "it is not a folder"
+        raise Unplannable(f"root is {root!r}; {what}")
+    if broken is not None:  # perhaps an image, which must not be missing in silence
+        raise Unplannable(f"root is {root!r}; {broken} is a link to a file that is not there: mend or remove it")
+    files = [entry for entry in found if not entry.is_folder]
+    listed = [SourceFile(f.path, f.bytes, f.mtime_ns) for f in files if not (is_hidden(f.path) or f.is_special)]
+    return Listing(root, tuple(listed), len(files) - len(listed))
+
+
+def _broken_link(store: Store, folders: Iterable[str]) -> str | None:
+    """The first link in local folders to a file that is not there: pyarrow's listing leaves such links out."""
+    for folder in folders if store.is_local else ():
+        with os.scandir(store.path(folder)) as entries:
+            for path in sorted(e.path for e in entries if e.is_symlink() and not os.path.exists(e.path)):
+                if not is_hidden(os.path.basename(path)):
+                    return path
+    return None
+
+
+def hash_of(root: str, files: Iterable[SourceFile], *, by_content: bool) -> str:
+    """Hash of paths, sizes and times; by content, where times say nothing (files that come with this package)."""
+    store, sha = open_store(root), hashlib.sha256()
+    for file in files:
+        third = store.sha256(file.path) if by_content else file.mtime_ns
+        sha.update(json.dumps([file.path, file.size, third]).encode() + b"\n")
+    return sha.hexdigest()
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Reads items of one source: whole files, parts of files, rows of blocks. Nothing is ever extracted to disk.
+
+    Made where it is used; it holds open files, so it cannot be pickled. Items that share a file should be read one
+    after another.
+    """
+
+    def __init__(self, source: str, root: str) -> None:
+        self._layout, self._store = layout(source), open_store(root)
+        self._open: OrderedDict[str, pa.NativeFile] = OrderedDict()
+        self._block: Sequence[Any] = ()  # one block is held at a time
+        self._block_place: tuple[str, int] | None = None
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def read(self, item: Item) -> bytes:
+        """The item's bytes, encoded or raw as its layout says.
+
+        Raises UnusableSource when they are gone or damaged, UnusableImage missing_bytes for a row without any.
+        """
+        if item.block is not None:
+            return self._row(item, item.block)
+        if item.offset is None:
+            with readable(item.path):
+                return self._store.read_bytes(item.path)
+        data = self._file(item.path).read_at(item.size, item.offset)
+        if len(data) != item.size:
+            message = f"{item.path} ends inside {item.key}: it has changed since it was listed"
+            raise UnusableSource("corrupt_source_file", message)
+        return data
+
+    def _row(self, item: Item, block: int) -> bytes:
+        if self._block_place != (item.path, block):
+            stream = self._file(item.path)
+            stream.seek(0)
+            self._block = ()  # before the next one is read, so that two are never held
+            self._block = self._layout.read_block(stream, item)
+            self._block_place = (item.path, block)
+        assert item.row is not None
+        row = self._block[item.row]
+        if not isinstance(row, pa.Scalar):
+            return bytes(row)
+        image = row.as_py() or {}
+        data = image.get("bytes")
+        return self._named_file(image.get("path")) if data is None else data
+
+    def _named_file(self, path: str | None) -> bytes:
+        """A row without bytes may name a file, which counts only when it lies below the root."""
+        if path and not is_unsafe(path):
+            try:
+                return self._store.read_bytes(path)
+            except OSError as error:
+                if is_transient(error):
+                    raise
+        raise UnusableImage("missing_bytes", f"the row has no bytes, and no file {path} lies below the source's root")
+
+    def _file(self, path: str) -> pa.NativeFile:
+        if path in self._open:
+            self._open.move_to_end(path)
+        else:
+            if len(self._open) == _MAX_OPEN:
+                self._open.popitem(last=False)[1].close()
+            with readable(path):
+                self._open[path] = self._store.open(path)
+        return self._open[path]

@@ -1,0 +1,28 @@
+"""A run folder belongs to one config name.  pytest tests/pipelines/test_run_folder.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data_prep.files import UserError, open_store
+from pipelines.start import check_run_folder, claim_run_folder, run_folder_owner
+
+
+def test_run_folder_of_another_config_is_refused(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    check_run_folder(store, name="demo")
+    claim_run_folder(store, name="demo", config_yaml="name: demo\nseed: 1\n")
+    claim_run_folder(store, name="demo", config_yaml="name: demo\nseed: 2\n")
+    assert run_folder_owner(store) == "demo"
+    with pytest.raises(UserError, match="run folder of config 'demo', not of 'debug'"):
+        claim_run_folder(store, name="debug", config_yaml="name: debug\n")
+    assert b"seed: 2" in store.read_bytes("config.yaml")
+
+
+@pytest.mark.parametrize("content", ["just text", "seed: 1", "name: [1, 2", "\x00"])
+def test_a_folder_with_a_foreign_config_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(UserError, match="does not look like a run folder"):
+        check_run_folder(open_store(tmp_path), name="demo")
