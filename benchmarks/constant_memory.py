@@ -26,7 +26,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.train import measure
-from pipelines.config import ExperimentConfig, stage_model_config, stage_train_config
+from pipelines.config import ExperimentConfig, stage_model_config
 from pipelines.loading import load
 
 SLICE = 32
@@ -74,7 +74,7 @@ def measured(row: dict[str, Any], arguments: argparse.Namespace) -> dict[str, An
     try:
         found = measure(
             stage_model_config(config, row["system"]),
-            dataclasses.replace(stage_train_config(config, row["system"]), precision="bfloat16"),
+            dataclasses.replace(config.per_stage[row["system"]].train, precision="bfloat16"),
             batch=row["batch"],
             accumulate=arguments.accumulate,
             steps=2,

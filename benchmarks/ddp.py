@@ -29,7 +29,7 @@ from PIL import Image
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pipelines.config import stage_model_config, stage_train_config
+from pipelines.config import stage_model_config
 from pipelines.loading import load
 from pipelines.nodes.parallel import make_forward, micro_batch_size, sum_over_workers
 from spn.bitdepth import stage_values
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args()
     config = load(arguments.config, arguments.overrides)
-    preset = stage_train_config(config, arguments.stage)
+    preset = config.per_stage[arguments.stage].train
     train = dataclasses.replace(
         preset,
         num_steps=arguments.curve_steps,

@@ -22,7 +22,7 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pipelines.config import stage_model_config, stage_train_config
+from pipelines.config import stage_model_config
 from pipelines.loading import load
 from spn.config import SPNConfig, TrainConfig
 from spn.gpu.compiling import compile_network
@@ -45,7 +45,7 @@ def main() -> None:
     config = load(arguments.config, arguments.overrides)
     result = measure(
         stage_model_config(config, arguments.stage),
-        dataclasses.replace(stage_train_config(config, arguments.stage), precision="bfloat16"),
+        dataclasses.replace(config.per_stage[arguments.stage].train, precision="bfloat16"),
         batch=arguments.batch,
         accumulate=arguments.accumulate,
         steps=arguments.steps,

@@ -15,15 +15,15 @@ import difflib
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from data_prep.files import UserError
 from pipelines import interruption
-from pipelines.config import ExperimentConfig, nearest, stage_names
+from pipelines.config import ExperimentConfig, nearest, stage_names, train_node
 from pipelines.dag.masking import masked_output
-from pipelines.loading import load, outdone, preset_names
+from pipelines.loading import load, preset_names
+from pipelines.overrides import notes, what_runs
 from pipelines.start import collect_garbage, show_status, start
-from pipelines.unread import without_effect
 
 if TYPE_CHECKING:
     from pipelines.nodes.own_images import OwnImages
@@ -53,17 +53,11 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=parser.prog)
 
 
-def load_config(arguments: argparse.Namespace) -> ExperimentConfig:
-    """What --config and the overrides come to, which is noted where it may surprise."""
-    config = load(arguments.config, arguments.overrides)
-    _note(config, arguments)
-    return config
-
-
-def _note(config: ExperimentConfig, arguments: argparse.Namespace, *, stage: str | None = None) -> None:
-    """On stderr, which overrides do not reach every stage, and which have no effect."""
-    idle = without_effect(config, arguments.overrides, command=arguments.command, stage=stage)
-    for line in [*outdone(config, arguments.overrides), *idle]:
+def print_notes(
+    config: ExperimentConfig, arguments: argparse.Namespace, *, reads: Callable[[ExperimentConfig], Any]
+) -> None:
+    """On stderr, which overrides do not reach every stage, and which have no effect on what the command reads."""
+    for line in notes(config, arguments.config, arguments.overrides, command=arguments.command, reads=reads):
         print(f"note: {line}", file=sys.stderr)
 
 
@@ -120,12 +114,13 @@ def _main(argv: Sequence[str] | None, *, prog: str, only: tuple[str, ...], choos
     if look is not None:
         return look(arguments)
     config = load(arguments.config, arguments.overrides)
-    own, stage = _own_images(config, only), None
+    images = _user_images(config, only)
     if choose_stage:
         stage = _known_stage(config, arguments.stage)
-        only = (f"train_{stage}",)
-    _note(config, arguments, stage=stage)
-    return start(config, **{"only": only, **chosen}, dry_run=arguments.dry_run, own=own)
+        only = (train_node(stage),)
+    runs = (images.node,) if images is not None else only
+    print_notes(config, arguments, reads=lambda config: what_runs(config, only=runs, images=images))
+    return start(config, **{"only": only, **chosen}, dry_run=arguments.dry_run, images=images)
 
 
 def _looks(
@@ -155,12 +150,12 @@ def _looks(
 
 def _config_of_pipeline(arguments: argparse.Namespace) -> ExperimentConfig:
     config = load(arguments.config, arguments.overrides)
-    _own_images(config, ())  # refuses them
-    _note(config, arguments)
+    _user_images(config, ())  # refuses them
+    print_notes(config, arguments, reads=lambda config: what_runs(config, only=(), images=None))
     return config
 
 
-def _own_images(config: ExperimentConfig, only: tuple[str, ...]) -> OwnImages | None:
+def _user_images(config: ExperimentConfig, only: tuple[str, ...]) -> OwnImages | None:
     """The images that `images` names, checked for what the command does with them; None if it names none."""
     if config.images is None:
         return None

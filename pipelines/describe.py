@@ -22,12 +22,12 @@ if __name__ == "__main__":  # as a script: the project instead of this folder, w
 from pipelines import cli
 from pipelines.config import (
     ExperimentConfig,
-    node_resources,
     stage_model_config,
     stage_names,
-    stage_train_config,
     train_node,
 )
+from pipelines.loading import load
+from spn.config import SPNConfig, TrainConfig
 
 # What GPU-hours rest on: the share of the card's FLOP/s (spn.gpu.flops) that training reaches. Measured on the presets'
 # networks: 0.59 to 0.62, celebahq256's 0.49 (benchmarks/results/train/); validation, checkpoints and waiting for data
@@ -53,7 +53,9 @@ def _main(argv: Sequence[str] | None) -> int:
     cli.add_config_arguments(parser)
     parser.add_argument("--json", action="store_true", help="machine-readable")
     arguments = parser.parse_intermixed_args(argv)
-    description = describe(cli.load_config(arguments))
+    config = load(arguments.config, arguments.overrides)
+    cli.print_notes(config, arguments, reads=_what_is_described)
+    description = describe(config)
     print(json.dumps(description, indent=2) if arguments.json else as_text(description))
     return 0
 
@@ -65,6 +67,15 @@ def describe(config: ExperimentConfig) -> dict[str, Any]:
     return {"config": config.name, "stages": stages, "gpu_hours": total}
 
 
+def _what_is_described(config: ExperimentConfig) -> dict[str, tuple[SPNConfig, TrainConfig, int]]:
+    """{stage: its network, its training, the number of workers}."""
+    workers = {stage: config.resources.per_node[train_node(stage)].num_workers for stage in stage_names(config)}
+    return {
+        stage: (stage_model_config(config, stage), config.per_stage[stage].train, number)
+        for stage, number in workers.items()
+    }
+
+
 def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
     """Counts of one network. FLOPs are dense: masked weights and masked attention count as if they were not."""
     import torch
@@ -72,8 +83,7 @@ def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
     from spn.gpu.flops import PEAK_FLOPS, forward_flops
     from spn.model import SPN, parameter_counts
 
-    model_config, train = stage_model_config(config, stage), stage_train_config(config, stage)
-    num_workers = node_resources(config, train_node(stage)).num_workers
+    model_config, train, num_workers = _what_is_described(config)[stage]
     with torch.device("meta"):
         counts = parameter_counts(SPN(model_config))
     forward, useful = forward_flops(model_config)

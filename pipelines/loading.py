@@ -1,22 +1,24 @@
-"""Load and print configurations: defaults < preset or file < `key.sub=value` on the command line.
+"""Load and print configurations: defaults < preset or file < common sections < kind of stage < stage < command line.
 
-Layers are merged into typed dataclasses, so that no misspelt key or wrong type passes; each error says in one line
-what is wrong, where it was set and which valid name is nearest. The only file that imports OmegaConf.
+Each layer is merged into typed dataclasses by OmegaConf, which only this file imports. The sections per stage and per
+node are resolved here, once. A mistake is one line: what, where it was set, and the nearest valid name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+import typing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from data_prep.config import DataConfig
 from data_prep.files import UserError
@@ -28,12 +30,18 @@ from pipelines.config import (
     broken_rules,
     concrete_stages,
     nearest,
-    train_node,
+    node_names,
+    settable_resources,
+    stage_kind,
 )
+from pipelines.dag.fingerprint import canonical
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
-TYPED_ENTRIES = {"per_stage": StageConfig, "resources.per_node": NodeResources}  # sections by stage or node
 PRESETS = Path(__file__).resolve().parent / "configs"
+
+
+class _Mistake(Exception):
+    """What is wrong; `load` finds out where it was set."""
 
 
 def preset_names() -> list[str]:
@@ -44,61 +52,18 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> ExperimentConfig:
     """A preset's name or a YAML file, then `key.sub=value` strings. Raises UserError: what, where, nearest name."""
     path = _find(name_or_path)
     shown = str(path.relative_to(PROJECT_ROOT)) if path.is_relative_to(PROJECT_ROOT) else str(path)
-    in_file = f"in {shown}"
-    config = _merge(_defaults(), _read(path, shown), where=in_file)
-    from_file = config
-    set_by: dict[str, str] = {}
-    for override in overrides:
-        key, fragment = _parse(override)
-        set_by[key] = f"on the command line: {override}"
-        config = _merge(config, fragment, where=set_by[key])
-
-    def blame(*keys: str, section: str = "") -> str:
-        """The last override of one of these keys, of what is below it or of what holds it; else the file.
-
-        Where the file's own `section` is sound, an override of anything in it broke the rule.
-        """
-        related = _touching(set_by, keys)
-        if not related and section and _is_sound(OmegaConf.select(from_file, section)):
-            related = _touching(set_by, [section])
-        return related[-1] if related else in_file
-
-    loaded = _instantiate(config, blame)
-    left_out = _known_stages(from_file) - _known_stages(config)
-    loaded = _without_stages(
-        loaded,
-        stages={stage for stage in left_out if blame(f"per_stage.{stage}") == in_file},
-        nodes={node for node in map(train_node, left_out) if blame(f"resources.per_node.{node}") == in_file},
-    )
-    stage_base = StageConfig(model=loaded.model, train=loaded.train)
-    node_base = NodeResources(**{f.name: getattr(loaded.resources, f.name) for f in dataclasses.fields(NodeResources)})
-    per_stage = _typed_entries("per_stage", loaded.per_stage, stage_base, blame)
-    per_node = _typed_entries("resources.per_node", loaded.resources.per_node, node_base, blame)
-    resources = dataclasses.replace(loaded.resources, per_node=per_node)
-    loaded = dataclasses.replace(loaded, per_stage=per_stage, resources=resources)
-    for keys, message in broken_rules(loaded):
-        raise UserError(f"{message} ({blame(*keys)})")
+    file = _read(path, shown)
+    layers = [_parse(override) for override in overrides]
     try:
-        resolve_storage(loaded)
-    except ValueError as error:
-        raise UserError(f"{error} ({blame('storage')})") from None
-    return loaded
+        return _build(file, layers)
+    except _Mistake as mistake:
+        at_fault = _at_fault(str(mistake), file, layers, overrides)
+        where = f"on the command line: {at_fault}" if at_fault else f"in {shown}"
+        raise UserError(f"{mistake} ({where})") from None
 
 
-def outdone(config: ExperimentConfig, overrides: Sequence[str]) -> list[str]:
-    """A line for each override that some stages do not get, since the file's `per_stage` sets the same value there."""
-    chosen = {override.partition("=")[0] for override in overrides}
-    lines = []
-    for key in sorted(chosen):
-        kept = []
-        for stage, value in config.per_stage.items():
-            for part in key.split("."):
-                value = value.get(part) if isinstance(value, dict) else None
-            if value is not None and f"per_stage.{stage}.{key}" not in chosen:
-                kept.append(f"per_stage.{stage}.{key}={value}")
-        if kept:
-            lines.append(f"{key} is for stages that have none of their own; these stay: {', '.join(kept)}")
-    return lines
+def key_of(override: str) -> str:
+    return override.partition("=")[0]
 
 
 def resolve_storage(config: ExperimentConfig) -> str:
@@ -122,14 +87,19 @@ def resolve_storage(config: ExperimentConfig) -> str:
     return str(path.absolute())
 
 
-def to_yaml(config: ExperimentConfig) -> str:
-    """Every value in use; `load` reads it back to an equal config."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+def to_yaml(config: ExperimentConfig, *, semantic_only: bool = False) -> str:
+    """Every value in use; `load` reads it back to an equal config. semantic_only: what decides results."""
+    values = canonical(config) if semantic_only else dataclasses.asdict(config)
+    common = {"model": values["model"], "train": values["train"]}
+    values["per_stage"] = _differing(values["per_stage"], dict.fromkeys(values["per_stage"], common))
+    if not semantic_only:
+        resources = values["resources"]
+        per_node = {node: _node_base(resources, node) for node in resources["per_node"]}
+        resources["per_node"] = _differing(resources["per_node"], per_node)
+    return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
-def _defaults() -> DictConfig:
-    sections = {"data": OmegaConf.structured(DataConfig)}  # has fields without default, so the class has none for it
-    return OmegaConf.merge(OmegaConf.structured(ExperimentConfig), sections)
+# ---- layers -----------------------------------------------------------------------------------------------------
 
 
 def _find(name_or_path: str) -> Path:
@@ -153,165 +123,235 @@ def _read(path: Path, shown: str) -> DictConfig:
     return read
 
 
-def _parse(override: str) -> tuple[str, DictConfig]:
+def _parse(override: str) -> DictConfig:
     key, equals, _ = override.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
         hint = f"; a config is chosen by --config {override}" if override in preset_names() else ""
         raise UserError(f"cannot read {override!r} on the command line: it must be key.sub=value{hint}")
     try:
-        return key, OmegaConf.from_dotlist([override])
+        return OmegaConf.from_dotlist([override])
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"cannot read the value of {override!r} on the command line: {_one_line(error)}") from None
 
 
-def _merge(base: DictConfig, layer: DictConfig, *, where: str, prefix: str = "") -> DictConfig:
-    """Merge into the typed config, so that an unknown key or a wrong type is an error of this layer."""
-    _check_keys(base, layer, where, prefix)
-    for section, kind in {} if prefix else TYPED_ENTRIES.items():
-        entries = OmegaConf.select(layer, section)
-        for name in entries if isinstance(entries, DictConfig) else ():  # a plain dict: its entries are typed here
-            _merge(OmegaConf.structured(kind), entries._get_node(name), where=where, prefix=f"{section}.{name}")
+def _at_fault(message: str, file: DictConfig, layers: Sequence[DictConfig], overrides: Sequence[str]) -> str | None:
+    """The last override without which there would be no mistake, or else another one; None: it is in the file."""
+    without = {}
+    for override in reversed(overrides):
+        kept = [layer for layer, other in zip(layers, overrides, strict=True) if key_of(other) != key_of(override)]
+        try:
+            _build(file, kept)
+            return override
+        except _Mistake as mistake:
+            without[override] = str(mistake)
+    return next((override for override, other in without.items() if other != message), None)
+
+
+# ---- from layers to a config ------------------------------------------------------------------------------------
+
+
+def _build(file: DictConfig, layers: Sequence[DictConfig]) -> ExperimentConfig:
+    """Raises _Mistake."""
+    given = OmegaConf.merge({}, *layers)
+    merged = OmegaConf.merge({}, file, *layers)
     try:
-        return OmegaConf.merge(base, layer)
+        raw: dict[Any, Any] = OmegaConf.to_container(merged, resolve=True)  # type: ignore[assignment]  # a mapping
     except OmegaConfBaseException as error:
-        raise UserError(f"{_describe(error, prefix)} ({where})") from None
+        raise _Mistake(_one_line(error)) from None
+    _check_keys(raw, ExperimentConfig)
+    typed = _typed(raw)
+    if missing := sorted(OmegaConf.missing_keys(typed)):
+        raise _Mistake(f"{missing[0]} is not set")
+    values: dict[str, Any] = OmegaConf.to_container(typed)  # type: ignore[assignment]  # a mapping
+    per_stage, per_node = raw.get("per_stage", {}), raw.get("resources", {}).get("per_node", {})
+    stages = concrete_stages(values["stages"], values["bits"])
+    before = concrete_stages(file.get("stages", []), file.get("bits", []))
+    for section in ("per_stage", "sample.temperature", "sample.top_p"):
+        valid = [*stages, *values["stages"]]
+        _check_names(section, "stage", raw, given, valid, [*before, *map(stage_kind, before)], shown=stages)
+    _check_names("resources.per_node", "node", raw, given, node_names(stages), node_names(before))
+    _check_settable(per_node)
+    temperature, top_p = values["sample"]["temperature"], values["sample"]["top_p"]
+    values["sample"]["temperature"] = {s: temperature.get(s, temperature.get(stage_kind(s), 1.0)) for s in stages}
+    values["sample"]["top_p"] = {s: top_p.get(s, top_p.get(stage_kind(s))) for s in stages}
+    typed_stages, typed_nodes = values["per_stage"], values["resources"]["per_node"]
+    values["per_stage"], values["resources"]["per_node"] = {}, {}
+    config = _construct(ExperimentConfig, values)
+    for stage in stages:
+        resolved = {"model": values["model"], "train": values["train"]}
+        for name in dict.fromkeys((stage_kind(stage), stage)):
+            if name in per_stage:
+                resolved = _overlaid(resolved, per_stage[name], typed_stages[name])
+        config.per_stage[stage] = _construct(StageConfig, resolved, f"per_stage.{stage}")
+    for node in node_names(stages):
+        resolved = _node_base(values["resources"], node)
+        if node in per_node:
+            resolved = _overlaid(resolved, per_node[node], typed_nodes[node])
+        config.resources.per_node[node] = _construct(NodeResources, resolved, f"resources.per_node.{node}")
+    for message in broken_rules(config):
+        raise _Mistake(message)
+    try:
+        resolve_storage(config)
+    except ValueError as error:
+        raise _Mistake(str(error)) from None
+    return config
 
 
-def _check_keys(base: DictConfig, layer: Any, where: str, prefix: str = "") -> None:
-    if not isinstance(layer, DictConfig) or layer._is_none():
-        inside = ", ".join(str(key) for key in base)
-        raise UserError(f"{prefix} is a section, not a value; set {prefix}.KEY, with KEY one of {inside} ({where})")
-    for key in layer:
-        path = f"{prefix}.{key}" if prefix else str(key)
-        if key not in base.keys():  # `in base` is false for a value that is still missing
-            raise UserError(f"unknown key {path}; {_nearest_key(path, base, prefix)} ({where})")
-        inner, given = base._get_node(key), layer._get_node(key)
-        if isinstance(inner, ListConfig) and not isinstance(given, ListConfig):
-            raise UserError(f"{path} must be a list, e.g. {path}=[...] ({where})")
-        if isinstance(inner, DictConfig) and not isinstance(given, DictConfig) and not _is_section(inner):
-            entry = "NODE" if key == "per_node" else "STAGE"
-            raise UserError(f"{path} must be a mapping; set {path}.{entry} ({where})")
-        if isinstance(given, ListConfig) and any(OmegaConf.is_config(item) for item in given):
-            raise UserError(f"{path} must be a flat list ({where})")  # OmegaConf lets [3, [4]] pass as a list of int
-        if _is_section(inner):
-            _check_keys(inner, given, where, path)
+@functools.cache
+def _defaults() -> DictConfig:
+    sections = {"data": OmegaConf.structured(DataConfig)}  # has fields without default, so the class has none for it
+    return typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(ExperimentConfig), sections))
 
 
-def _nearest_key(path: str, section: DictConfig, prefix: str) -> str:
+def _typed(raw: dict[str, Any]) -> DictConfig:
+    try:
+        return typing.cast(DictConfig, OmegaConf.merge(_defaults(), raw))
+    except OmegaConfBaseException as error:
+        key = error.full_key or ""
+        value = OmegaConf.select(OmegaConf.create(raw), key)
+        shown = "null" if value is None else repr(OmegaConf.to_object(value) if OmegaConf.is_config(value) else value)
+        raise _Mistake(f"{key} is {shown}; it must be {_wanted(key)}") from None
+
+
+def _overlaid(base: dict[str, Any], named: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
+    """base with the values of `typed` at the keys that `named` has."""
+    return base | {
+        key: _overlaid(base[key], value, typed[key]) if isinstance(value, dict) else typed[key]
+        for key, value in named.items()
+    }
+
+
+def _node_base(resources: dict[str, Any], node: str) -> dict[str, Any]:
+    """A node's resources before those of its own: what has an effect on it. The CPUs of nodes without workers are set
+    by per_node alone."""
+    settable = settable_resources(node)
+    alone = "cpus_per_worker" if settable["num_workers"] else ""
+    return {
+        f.name: f.default if settable[f.name] or f.name == alone else resources[f.name]
+        for f in dataclasses.fields(NodeResources)
+    }
+
+
+def _construct(cls: type, values: Any, path: str = "") -> Any:
+    """The dataclass, inner sections first; what its checks refuse is reported with the whole key."""
+    types = typing.get_type_hints(cls)
+    inner = {key: _construct(types[key], values[key], _join(path, key)) for key in types if _is_section(types[key])}
+    try:
+        return cls(**values | inner)
+    except ValueError as error:
+        at_field = re.split(r"\W", str(error), maxsplit=1)[0] in types
+        raise _Mistake(_one_line(_join(path, str(error)) if at_field else f"{path}: {error}")) from None
+
+
+def _differing(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """What is different in `new`, level by level."""
+    changes = {}
+    for key, value in new.items():
+        if isinstance(value, dict) and isinstance(old[key], dict):
+            if inner := _differing(value, old[key]):
+                changes[key] = inner
+        elif value != old[key]:
+            changes[key] = value
+    return changes
+
+
+# ---- checks of keys and types -----------------------------------------------------------------------------------
+
+
+def _check_keys(given: Any, cls: type, path: str = "") -> None:
+    """Unknown keys, values where a section belongs, and sections where a value belongs."""
+    types = typing.get_type_hints(cls)
+    if not isinstance(given, dict):
+        raise _Mistake(f"{path} is a section, not a value; set {path}.KEY, with KEY one of {', '.join(types)}")
+    for key, value in given.items():
+        where = _join(path, str(key))
+        if key not in types:
+            raise _Mistake(f"unknown key {where}; {_nearest_key(where, list(types))}")
+        outer, inner = typing.get_origin(types[key]), typing.get_args(types[key])
+        if _is_section(types[key]):
+            _check_keys(value, types[key], where)
+        elif outer is dict:
+            if not isinstance(value, dict):
+                raise _Mistake(f"{where} must be a mapping; set {where}.{'NODE' if key == 'per_node' else 'STAGE'}")
+            for name, entry in value.items() if _is_section(inner[1]) else ():
+                _check_keys(entry, inner[1], _join(where, str(name)))
+        elif outer is list and not isinstance(value, list):
+            raise _Mistake(f"{where} must be a list, e.g. {where}=[...]")
+        elif outer is list and any(isinstance(item, list | dict) for item in value):
+            raise _Mistake(f"{where} must be a flat list")
+
+
+def _check_names(
+    section: str,
+    what: str,
+    raw: dict[str, Any],
+    given: DictConfig,
+    valid: Sequence[str],
+    before: Sequence[str],
+    shown: Sequence[str] | None = None,
+) -> None:
+    """Entries per stage or node must be of the config. A file's entries fall away with stages that overrides leave out.
+
+    before: the valid names of the file as it is. shown: those to name in the message.
+    """
+    entries = functools.reduce(lambda values, key: values.get(key, {}), section.split("."), raw)
+    for name in entries:
+        fell_away = name in before and OmegaConf.select(given, f"{section}.{name}") is None
+        if name not in valid and not fell_away:
+            raise _Mistake(f"{section}: the config has no {what} {name!r}; {nearest(name, shown or valid)}")
+
+
+def _check_settable(per_node: dict[str, Any]) -> None:
+    for node, changes in per_node.items():
+        settable = settable_resources(node)
+        for key in changes:
+            if settable[key]:
+                valid = ", ".join(name for name, why_not in settable.items() if not why_not)
+                where = f"resources.per_node.{node}.{key}"
+                raise _Mistake(f"{where} has no effect: {node} {settable[key]}; valid: {valid}")
+
+
+def _nearest_key(path: str, here: Sequence[str]) -> str:
     """A close name in the same section, else that very name in another one, else what the section has.
 
     At the top level that very name in a section comes first: image_size is data.image_size, not images.
     """
-    leaf, here = path.rsplit(".", 1)[-1], [str(key) for key in section.keys()]
-    elsewhere = [key for key in _all_keys(_defaults()) if key.rsplit(".", 1)[-1] == leaf]
+    prefix, _, leaf = path.rpartition(".")
+    elsewhere = [key for key in _all_keys(ExperimentConfig) if key.rpartition(".")[2] == leaf]
     if elsewhere and not prefix:
         return f"nearest: {' or '.join(elsewhere)}"
     if close := difflib.get_close_matches(leaf, here, n=1, cutoff=0.6):
-        return f"nearest: {prefix}.{close[0]}" if prefix else f"nearest: {close[0]}"
+        return f"nearest: {_join(prefix, close[0])}"
     return f"nearest: {' or '.join(elsewhere)}" if elsewhere else f"valid: {', '.join(here)}"
 
 
-def _all_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in node:
-        inner = node._get_node(key)
-        if _is_section(inner):
-            yield from _all_keys(inner, f"{prefix}{key}.")
+def _all_keys(cls: type, prefix: str = "") -> Iterator[str]:
+    for key, kind in typing.get_type_hints(cls).items():
+        if _is_section(kind):
+            yield from _all_keys(kind, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"
 
 
-def _is_section(node: Any) -> bool:
-    return isinstance(node, DictConfig) and dataclasses.is_dataclass(OmegaConf.get_type(node))
+WANTED = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
 
-def _touching(set_by: dict[str, str], keys: Sequence[str]) -> list[str]:
-    """Where values were set that are one of `keys`, lie below one or hold one."""
-    return [
-        where
-        for name, where in set_by.items()
-        if any(name == key or name.startswith(f"{key}.") or key.startswith(f"{name}.") for key in keys)
-    ]
+def _wanted(key: str) -> str:
+    """The type of a key in words."""
+    kind: Any = ExperimentConfig
+    for part in key.replace("[", ".").split("."):
+        outer, inner = typing.get_origin(kind), typing.get_args(kind)
+        kind = inner[-1] if outer in (dict, list) else typing.get_type_hints(kind)[part]
+    alternatives = [each for each in typing.get_args(kind) if each is not type(None)]
+    return WANTED[alternatives[0] if alternatives else kind]
 
 
-def _is_sound(node: Any) -> bool:
-    try:
-        return _is_section(node) and OmegaConf.to_object(node) is not None
-    except (OmegaConfBaseException, ValueError):
-        return False
+def _is_section(kind: Any) -> bool:
+    return dataclasses.is_dataclass(kind)
 
 
-def _known_stages(config: DictConfig) -> set[str]:
-    """Kinds and concrete names that sections by stage may use."""
-    if OmegaConf.is_missing(config, "stages") or OmegaConf.is_missing(config, "bits"):
-        return set()
-    return {*config.stages, *concrete_stages(config.stages, config.bits)}
-
-
-def _without_stages(config: ExperimentConfig, *, stages: set[str], nodes: set[str]) -> ExperimentConfig:
-    """A preset's settings for stages that the command line left out, and for their nodes, fall away with them."""
-
-    def kept(mapping: dict[str, Any], gone: set[str]) -> dict[str, Any]:
-        return {name: value for name, value in mapping.items() if name not in gone}
-
-    sample = dataclasses.replace(
-        config.sample,
-        temperature=kept(config.sample.temperature, stages),
-        top_p=kept(config.sample.top_p, stages),
-    )
-    resources = dataclasses.replace(config.resources, per_node=kept(config.resources.per_node, nodes))
-    return dataclasses.replace(config, per_stage=kept(config.per_stage, stages), sample=sample, resources=resources)
-
-
-def _typed_entries(section: str, entries: dict[str, Any], base: Any, blame: Callable[..., str]) -> dict[str, Any]:
-    """The entries of a section by stage or node, checked over what they change: {name: its changes, typed}."""
-    result = {}
-    for name, changes in entries.items():
-        typed = OmegaConf.merge(OmegaConf.structured(base), changes)
-        _instantiate(typed, blame, prefix=f"{section}.{name}.")
-        result[name] = _masked(OmegaConf.to_container(typed, resolve=True), changes)
-    return result
-
-
-def _masked(typed: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """The typed values of the keys that `changes` names."""
-    return {
-        key: _masked(typed[key], value) if isinstance(value, dict) else typed[key] for key, value in changes.items()
-    }
-
-
-def _instantiate(node: DictConfig, blame: Callable[..., str], *, prefix: str = "") -> Any:
-    """The dataclass of a section; what its own checks refuse is reported with the whole key."""
-    try:
-        return OmegaConf.to_object(node)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{_describe(error)} ({blame(error.full_key or '')})") from None
-    except ValueError as error:
-        for key in node:
-            if _is_section(node._get_node(key)):  # a section below speaks for itself, with the longer key
-                _instantiate(node._get_node(key), blame, prefix=f"{prefix}{key}.")
-        name, section = re.split(r"\W", str(error), maxsplit=1)[0], prefix.rstrip(".")
-        at_field = name in node
-        message = _one_line(f"{prefix}{error}" if at_field else f"{section}: {error}")
-        where = blame(f"{prefix}{name}" if at_field else section, section=section)
-        raise UserError(f"{message} ({where})") from None
-
-
-WANTED = {"int": "an integer", "Integer": "an integer", "float": "a number", "Float": "a number", "str": "a text"}
-
-
-def _describe(error: OmegaConfBaseException, prefix: str = "") -> str:
-    key, text = error.full_key or "", _one_line(str(error).split("\n")[0])
-    key = f"{prefix}.{key}" if prefix else key
-    if isinstance(error, MissingMandatoryValue):
-        return f"{key} is not set"
-    if found := re.match(r"Value '(.*)' of type '.*' could not be converted to (\w+)", text):
-        value, wanted = found.groups()
-        return f"{key} is {value!r}; it must be {WANTED.get(wanted, wanted)}"
-    if found := re.match(r"Value '(.*)' is not a valid bool", text):
-        return f"{key} is {found[1]!r}; it must be true or false"
-    if found := re.match(r"Incompatible value 'None' for field of type '(\w+)'", text):
-        return f"{key} is null; it must be {WANTED.get(found[1], found[1])}"
-    return f"{key}: {text}"
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
 
 
 def _one_line(error: object) -> str:

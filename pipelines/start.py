@@ -40,9 +40,9 @@ def start(
     keep: Sequence[str] = (),
     start_from: Sequence[str] = (),
     dry_run: bool = False,
-    own: OwnImages | None = None,
+    images: OwnImages | None = None,
 ) -> int:
-    """Runs the config's nodes (`only` these, if any; with `own` images the one that reads them), returns the exit code.
+    """Runs the config's nodes (`only` these, if any; with `images` the one that reads them), returns the exit code.
 
     Raises UserError before anything is written: for unknown nodes, another config's run folder or one that another
     start holds, a cluster too small. And at the end, where nodes failed by nothing but mistakes that only they could
@@ -51,12 +51,11 @@ def start(
     from pipelines import pipeline
 
     store = _run_folder(config)
-    only = (own.node,) if own is not None else only
+    only = (images.node,) if images is not None else only
     chosen = {"only": only, "rerun": rerun, "keep": keep, "start_from": start_from}
     # Before the source of images is looked at: a name needs no data.
-    names = pipeline.node_names(config) if own is None else own.node_names
-    planning.check_names(names, **chosen)
-    nodes = pipeline.nodes(config, own=own)
+    planning.check_names([node.name for node in pipeline.nodes(config, images=images, listed=False)], **chosen)
+    nodes = pipeline.nodes(config, images=images)
     lock = Lock(store)
     with _reading(store):
         plan, holder = planning.plan(nodes, store, **chosen), lock.holder()
@@ -64,8 +63,8 @@ def start(
         raise UserError(refusal_to_share(store, holder))
     print(to_yaml(config))
     print(f"run folder: {store.uri}")
-    if own is not None:
-        print(own.describe(num_draws=config.sample.num_draws))
+    if images is not None:
+        print(images.describe(num_draws=config.sample.num_draws))
     if dry_run:
         if holder:
             print(f"in use by {described(holder)}")
@@ -75,7 +74,7 @@ def start(
     try:
         running.check_fits(plan, session)
         with _locked(lock):
-            if own is None:  # the run folder's config stays that of its pipeline
+            if images is None:  # the run folder's config stays that of its pipeline
                 claim_run_folder(store, name=config.name, config_yaml=mask_uris(to_yaml(config)))
             plan = planning.plan(nodes, store, **chosen)  # as it is now that nobody else writes
             print("\n".join(plan.lines()), flush=True)

@@ -17,7 +17,6 @@ from data_prep import images
 from data_prep.files import FileEntry, Store, UserError, open_store
 from pipelines.config import (
     ExperimentConfig,
-    set_for_own_images,
     stage_model_config,
     stage_names,
     train_node,
@@ -112,7 +111,7 @@ def for_sampling(config: ExperimentConfig) -> OwnImages:
 
 def for_scoring(config: ExperimentConfig) -> OwnImages:
     """Images to score. Raises UserError for images that are none of the model's, or to be started from."""
-    for key, value in set_for_own_images(config.sample).items():
+    for key, value in config.sample.set_for_images().items():
         raise UserError(f"sample.{key} is {value}; it is for sample.py: evaluate.py scores images as they are")
     size, bits, stages = config.data.image_size, config.bits[-1], stage_names(config)
     _check_bits(config.image_bits, bits)

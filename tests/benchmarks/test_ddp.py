@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 
 from benchmarks import ddp
-from pipelines.config import stage_model_config, stage_train_config
+from pipelines.config import stage_model_config
 from pipelines.loading import load
 
 
@@ -19,7 +19,7 @@ def runs() -> dict[int, dict]:
     """{workers: measurements} of the debug network; each of two workers accumulates two micro-batches."""
     config = load("debug")
     train = dataclasses.replace(
-        stage_train_config(config, "size_upscale"),
+        config.per_stage["size_upscale"].train,
         num_steps=6,
         batch_size=8,
         micro_batch_size=2,

@@ -6,7 +6,6 @@ python -m pytest tests/pipelines/test_config.py
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -14,21 +13,16 @@ import yaml
 from data_prep.config import CROPS, PROFILES, SOURCES, SPLIT_RULES
 from data_prep.files import UserError
 from data_prep.plan import COUNTS, check_id
-from pipelines import loading as configs
-from pipelines.config import (
-    USES,
-    stage_model_config,
-    stage_names,
-    stage_temperature,
-    stage_train_config,
-    validate,
-)
-from pipelines.loading import load, outdone, resolve_storage, to_yaml
+from pipelines import loading
+from pipelines.config import DECODERS, USES, ExperimentConfig, stage_model_config, stage_names
+from pipelines.dag.fingerprint import canonical
+from pipelines.loading import load, resolve_storage, to_yaml
+from pipelines.overrides import notes, what_runs
 from pipelines.pipeline import nodes
-from spn import config
-from spn.config import RECIPES
+from spn.config import OPTIMIZERS, PRECISIONS, RECIPES, SCHEDULES, SLICES
 
 FULL_CHAIN = ["first_slice", "size_upscale", "depth_upscale"]
+DEBUG = (loading.PRESETS / "debug.yaml").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -45,62 +39,52 @@ def error_of(name: str, *overrides: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("name", configs.preset_names())
-def test_preset_loads_and_keeps_its_name(name: str) -> None:
-    assert load(name).name == name
+# ---- presets --------------------------------------------------------------------------------------------------------
+
+PAPER = {  # table 4: learning rate, batch size
+    "imagenet32": (1e-4, 1024),
+    "imagenet64": (1e-4, 2048),
+    "imagenet128": (1e-5, 2048),
+    "imagenet256": (1e-5, 2048),
+    "celebahq256": (5e-5, 256),
+}
+DATASETS = {  # id, source
+    "imagenet32": ("imagenet_oord", "imagenet_oord"),
+    "imagenet64": ("imagenet_oord", "imagenet_oord"),
+    "imagenet128": ("imagenet_area", "auto"),
+    "imagenet256": ("imagenet_area", "auto"),
+    "celebahq256": ("celebahq", "celebahq"),
+    "cifar10": ("cifar10", "cifar10"),
+    "cifar10_modern": ("cifar10", "cifar10"),
+    "imagenet64_modern": ("imagenet_oord", "imagenet_oord"),
+}
 
 
-def test_presets_of_the_paper_are_there() -> None:
-    table_4 = {"imagenet32", "imagenet64", "imagenet128", "imagenet256", "celebahq256"}
-    ours = {"cifar10", "cifar10_modern", "imagenet64_modern", "faces64", "demo", "debug"}
-    assert table_4 | ours == set(configs.preset_names())
+def test_presets_load_and_keep_their_names() -> None:
+    assert {*PAPER, *DATASETS, "faces64", "demo", "debug"} == set(loading.preset_names())
+    assert [load(name).name for name in loading.preset_names()] == loading.preset_names()
 
 
-@pytest.mark.parametrize("name", ["imagenet32", "imagenet64", "imagenet128", "imagenet256", "celebahq256"])
-def test_presets_of_the_paper_have_its_slices_and_optimiser(name: str) -> None:
+@pytest.mark.parametrize("name", PAPER)
+def test_presets_of_the_paper_have_its_slices_and_its_optimisation(name: str) -> None:
     config = load(name)
     assert config.data.image_size == 32 * config.scaling_factor  # slices are always 32 x 32
-    train = stage_train_config(config, stage_names(config)[-1])
-    assert (train.optimizer, train.momentum, train.decay, train.epsilon) == ("rmsprop", 0.9, 0.95, 1e-8)
-    assert (train.polyak_decay, train.polyak_warmup) == (0.9999, False)
+    for stage in config.per_stage.values():
+        train = stage.train
+        assert (train.optimizer, train.momentum, train.decay, train.epsilon) == ("rmsprop", 0.9, 0.95, 1e-8)
+        assert (train.polyak_decay, train.polyak_warmup) == (0.9999, False)
+    assert (config.train.learning_rate, config.train.batch_size) == PAPER[name]
+    if config.train.learning_rate == 1e-4:
+        assert (config.train.lr_boundaries, config.train.lr_values) == ([50_000, 100_000], [3e-5, 1e-5])
 
 
-@pytest.mark.parametrize(
-    ("name", "dataset", "source"),
-    [
-        ("imagenet32", "imagenet_oord", "imagenet_oord"),
-        ("imagenet64", "imagenet_oord", "imagenet_oord"),
-        ("imagenet128", "imagenet_area", "auto"),
-        ("imagenet256", "imagenet_area", "auto"),
-        ("celebahq256", "celebahq", "celebahq"),
-        ("cifar10", "cifar10", "cifar10"),
-        ("cifar10_modern", "cifar10", "cifar10"),
-        ("imagenet64_modern", "imagenet_oord", "imagenet_oord"),
-    ],
-)
-def test_presets_name_the_data_set_that_their_source_makes(name: str, dataset: str, source: str) -> None:
+@pytest.mark.parametrize("name", DATASETS)
+def test_presets_name_the_dataset_that_their_source_makes(name: str) -> None:
     data = load(name).data
-    assert (data.dataset, data.source) == (dataset, source) and dataset in COUNTS
+    assert (data.dataset, data.source) == DATASETS[name] and data.dataset in COUNTS
     assert data.num_valid_photos > 0 and data.num_test_photos == 0  # the sources have test splits of their own
-    if source != "auto":
-        check_id(data, source)
-
-
-@pytest.mark.parametrize(
-    ("name", "rate", "batch_size"),
-    [
-        ("imagenet32", 1e-4, 1024),
-        ("imagenet64", 1e-4, 2048),
-        ("imagenet128", 1e-5, 2048),
-        ("imagenet256", 1e-5, 2048),
-        ("celebahq256", 5e-5, 256),
-    ],
-)
-def test_rates_and_batches_of_table_4(name: str, rate: float, batch_size: int) -> None:
-    train = load(name).train
-    assert (train.learning_rate, train.batch_size) == (rate, batch_size)
-    if rate == 1e-4:
-        assert (train.lr_boundaries, train.lr_values) == ([50_000, 100_000], [3e-5, 1e-5])
+    if data.source != "auto":
+        check_id(data, data.source)
 
 
 # ---- the demo is the paper's pipeline made small --------------------------------------------------------------------
@@ -156,7 +140,7 @@ def test_demo_differs_from_imagenet64_only_where_it_may_and_says_so() -> None:
     demo, paper = (flat(yaml.safe_load(to_yaml(load(name)))) for name in ("demo", "imagenet64"))
     changed = {key for key in demo | paper if demo.get(key) != paper.get(key)}
     assert changed - DEMO_MAY_CHANGE == set()
-    lines = lines_by_key(configs.PRESETS / "demo.yaml")
+    lines = lines_by_key(loading.PRESETS / "demo.yaml")
     for key in sorted(changed):
         silent = ("train.eval_", "train.num_valid", "train.checkpoint_", "train.log_", "train.micro_", "train.lr_")
         silent += ("train.precision", "train.compile")
@@ -170,167 +154,175 @@ def test_demo_differs_from_imagenet64_only_where_it_may_and_says_so() -> None:
 # ---- layers ---------------------------------------------------------------------------------------------------------
 
 
+def written(folder: Path, *changes: tuple[str, str]) -> str:
+    """The path of a copy of debug.yaml with some text replaced."""
+    text = DEBUG
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new, 1)
+    file = folder / "mine.yaml"
+    file.write_text(text)
+    return str(file)
+
+
 def test_command_line_overrides_file_overrides_defaults(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text((configs.PRESETS / "debug.yaml").read_text().replace("num_steps: 12", "num_steps: 34"))
-    assert load(str(file)).train.num_steps == 34
-    assert load(str(file), ["train.num_steps=56"]).train.num_steps == 56
-    assert load(str(file), ["train.num_steps=56", "train.num_steps=78"]).train.num_steps == 78
-    assert load(str(file)).train.momentum == 0.9
+    file = written(tmp_path, ("num_steps: 12", "num_steps: 34"), ("5e-3", "3e-4"))
+    assert (load(file).train.num_steps, load(file).train.momentum) == (34, 0.9)
+    assert load(file).train.learning_rate == 3e-4, "an exponent without a dot is a number"
+    assert load(file, ["train.num_steps=56", "train.num_steps=78"]).train.num_steps == 78
+    assert load(file, ["data.root=s3://bucket/a=1,b"]).data.root == "s3://bucket/a=1,b"
 
 
-def test_exponent_without_a_dot_is_a_number(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text((configs.PRESETS / "debug.yaml").read_text().replace("5e-3", "3e-4"))
-    assert load(str(file)).train.learning_rate == 3e-4
-    assert load("debug", ["train.learning_rate=2e-3"]).train.learning_rate == 2e-3
-    overrides = ["per_stage.first_slice.train.learning_rate=1e-3"]
-    assert stage_train_config(load("debug", overrides), "first_slice").learning_rate == 1e-3
+def test_common_settings_then_those_of_a_kind_then_those_of_a_stage() -> None:
+    steps = ["train.num_steps=4", "per_stage.depth_upscale.train.num_steps=5"]
+    config = load("debug", ["bits=[1,3,8]", "per_stage.depth_upscale_8.train.num_steps=6", *steps])
+    assert {name: stage.train.num_steps for name, stage in config.per_stage.items()} == {
+        "first_slice": 4,
+        "size_upscale": 4,
+        "depth_upscale_3": 5,
+        "depth_upscale_8": 6,
+    }
+    config = load("imagenet128", ["per_stage.depth_upscale.train.learning_rate=1"])
+    assert [stage.model.decoder.conv_channels for stage in config.per_stage.values()] == [256, 384, 384]
+    rates = [stage.train.learning_rate for stage in config.per_stage.values()]
+    assert rates == [1e-5, 1e-5, 1.0] and isinstance(rates[2], float)
+    config = load("debug", ["sample.temperature.depth_upscale=0.99", "sample.top_p.first_slice=0.9"])
+    assert config.sample.temperature == dict(zip(FULL_CHAIN, [1.0, 1.0, 0.99], strict=True))
+    assert config.sample.top_p == dict(zip(FULL_CHAIN, [0.9, None, None], strict=True))
 
 
 def test_a_printed_config_loads_to_the_same_config(tmp_path: Path) -> None:
-    for name, overrides in (("imagenet128", []), ("debug", ["bits=[1,3,8]", "sample.temperature.depth_upscale_3=0.9"])):
+    own = ["bits=[1,3,8]", "sample.temperature.depth_upscale_3=0.9", "sample.top_p.size_upscale=0.5", "image_bits=8"]
+    own += ["per_stage.depth_upscale.train.lr_boundaries=[3]", "per_stage.depth_upscale.train.lr_values=[1]"]
+    own += ["resources.per_node.train_depth_upscale_3.num_workers=2", "resources.use_gpu=true", "images=a.png"]
+    for name, overrides in (("imagenet128", []), ("faces64", []), ("debug", own)):
         config = load(name, overrides)
-        file = tmp_path / "config.yaml"
-        file.write_text(to_yaml(config))
-        assert load(str(file)) == config
+        (tmp_path / "config.yaml").write_text(to_yaml(config))
+        assert load(str(tmp_path / "config.yaml")) == config
+    smaller = load(str(tmp_path / "config.yaml"), ["stages=[first_slice,size_upscale]", "bits=[8]"])
+    assert list(smaller.per_stage) == list(smaller.sample.temperature) == FULL_CHAIN[:2]
+    assert "train_depth_upscale_3" not in smaller.resources.per_node, "settings of left-out stages fall away"
 
 
-def test_a_value_may_hold_an_equals_sign_and_a_comma() -> None:
-    assert load("debug", ["data.root=s3://bucket/a=1,b"]).data.root == "s3://bucket/a=1,b"
+# ---- stages and nodes -----------------------------------------------------------------------------------------------
 
-
-# ---- stages ---------------------------------------------------------------------------------------------------------
-
-
-def test_stage_names_follow_stages_and_bits() -> None:
-    assert stage_names(load("debug")) == FULL_CHAIN
-    assert stage_names(load("debug", ["bits=[1,3,8]"])) == [*FULL_CHAIN[:2], "depth_upscale_3", "depth_upscale_8"]
-    assert stage_names(load("debug", ["stages=[depth_upscale,size_upscale]"])) == FULL_CHAIN[1:]  # chain order
-    assert stage_names(load("imagenet32")) == ["baseline"]
-
-
-def test_bits_of_each_stage() -> None:
-    config = load("debug", ["bits=[1,3,8]"])
-    bits = {name: stage_model_config(config, name) for name in stage_names(config)}
-    assert {name: (c.num_given_bits, c.num_bits) for name, c in bits.items()} == {
+SYSTEMS = {  # overrides of debug -> {stage: (bits given, bits generated)}
+    (): {"first_slice": (0, 3), "size_upscale": (0, 3), "depth_upscale": (3, 5)},
+    ("stages=[baseline]", "bits=[8]", "scaling_factor=1"): {"baseline": (0, 8)},
+    ("stages=[size_upscale]", "bits=[5]"): {"size_upscale": (0, 5)},
+    ("stages=[first_slice,size_upscale]", "bits=[8]"): {"first_slice": (0, 8), "size_upscale": (0, 8)},
+    ("stages=[depth_upscale,size_upscale]", "bits=[2,5]"): {"size_upscale": (0, 2), "depth_upscale": (2, 3)},
+    ("bits=[1,3,8]",): {
         "first_slice": (0, 1),
         "size_upscale": (0, 1),
         "depth_upscale_3": (1, 2),
         "depth_upscale_8": (3, 5),
-    }
-    assert bits["first_slice"].embedder is None and bits["depth_upscale_8"].embedder is not None
-    depth = stage_model_config(load("debug"), "depth_upscale")
-    assert (depth.num_given_bits, depth.num_bits, depth.scaling_factor, depth.image_size) == (3, 5, 2, 16)
+    },
+}
 
 
-def test_per_stage_settings_reach_only_their_stage() -> None:
-    config = load("imagenet128", ["per_stage.depth_upscale.train.learning_rate=5e-6"])
-    channels = [stage_model_config(config, name).decoder.conv_channels for name in stage_names(config)]
-    assert channels == [256, 384, 384]
-    assert [stage_train_config(config, name).learning_rate for name in stage_names(config)] == [1e-5, 1e-5, 5e-6]
-
-
-def test_per_stage_of_depth_upscale_reaches_every_depth_and_a_single_one_wins() -> None:
-    overrides = ["per_stage.depth_upscale.train.num_steps=5", "per_stage.depth_upscale_8.train.num_steps=6"]
-    config = load("debug", ["bits=[1,3,8]", *overrides])
-    assert [stage_train_config(config, name).num_steps for name in stage_names(config)] == [12, 12, 5, 6]
-
-
-def test_an_override_that_per_stage_outdoes_is_named() -> None:
-    """Once for each; nothing where it reaches all stages, or where the stage's own value is set beside it."""
-
-    def lines(*overrides: str) -> list[str]:
-        return outdone(load("demo", overrides), overrides)
-
-    stays = "train.num_steps is for stages that have none of their own; these stay: "
-    first, depth = (f"per_stage.{stage}.train.num_steps" for stage in ("first_slice", "depth_upscale"))
-    assert lines("train.num_steps=500", "seed=1") == [f"{stays}{first}=200, {depth}=150"]
-    assert lines("train.num_steps=500", f"{first}=500") == [f"{stays}{depth}=150"]
-    assert lines("train.num_steps=500", f"{first}=500", f"{depth}=500") == lines("train.learning_rate=1e-3") == []
-
-
-def test_per_stage_values_are_typed() -> None:
-    config = load("debug", ["per_stage.first_slice.train.learning_rate=1"])
-    assert isinstance(stage_train_config(config, "first_slice").learning_rate, float)
-
-
-def test_settings_of_a_preset_fall_away_with_the_stage() -> None:
-    config = load("imagenet128", ["stages=[size_upscale]", "bits=[8]"])
-    assert config.per_stage == {}
-    assert "no stage 'first_slice'" in error_of(
-        "imagenet128", "stages=[size_upscale]", "bits=[8]", "per_stage.first_slice.train.num_steps=3"
-    )
+@pytest.mark.parametrize(("overrides", "bits"), SYSTEMS.items(), ids=[" ".join(key) for key in SYSTEMS])
+def test_stages_follow_the_systems_of_the_paper_and_the_bits(
+    overrides: tuple[str, ...], bits: dict[str, tuple[int, int]]
+) -> None:
+    config = load("debug", overrides)
+    networks = {stage: stage_model_config(config, stage) for stage in stage_names(config)}
+    assert list(networks) == list(config.per_stage) == list(bits)  # in chain order
+    assert {stage: (network.num_given_bits, network.num_bits) for stage, network in networks.items()} == bits
+    for stage, network in networks.items():
+        assert (network.embedder is None) == (stage in ("baseline", "first_slice"))
+        assert (network.image_size, network.scaling_factor) == (16, config.scaling_factor)
 
 
 def test_resources_of_one_node_are_its_own_and_no_part_of_what_it_computes() -> None:
     changes = ["train_size_upscale.num_workers=2", "train_size_upscale.cpus_per_worker=3", "evaluate.use_gpu=true"]
     changes += ["sample.cpus_per_worker=4", "sample.num_workers=3", "prepare_data.max_failures=9"]
-    plain = {node.name: node for node in nodes(load("debug"))}
-    changed = {node.name: node for node in nodes(load("debug", [f"resources.per_node.{c}" for c in changes]))}
-    assert {name: node.config for name, node in plain.items()} == {name: node.config for name, node in changed.items()}
+    config = load("debug", [f"resources.per_node.{change}" for change in changes])
+    plain, changed = ({node.name: node for node in nodes(each)} for each in (load("debug"), config))
+    assert {name: canonical(node.config) for name, node in plain.items()} == {
+        name: canonical(node.config) for name, node in changed.items()
+    }
     cost = {name: node.total_cost for name, node in changed.items()}
     assert cost["train_first_slice"] == {"CPU": 0.75} and cost["train_size_upscale"] == {"CPU": 6.25}
     assert cost["evaluate"] == {"CPU": 1, "GPU": 1} and cost["sample"] == {"CPU": 12}
-    assert (changed["sample"].num_workers, changed["sample"].worker_cost) == (3, {"CPU": 4, "GPU": 0}), "one must fit"
-    assert changed["sample"].options["resources"].cpus_per_worker == 4
-    assert changed["evaluate"].options["device"] == "cuda" and plain["evaluate"].options["device"] == "cpu"
-    assert changed["sample"].options["resources"].device == "cpu", "a GPU is taken only where one was asked for"
     assert [changed[name].max_failures for name in ("prepare_data", "train_size_upscale")] == [9, 3]
-    trained = [changed[name].options["resources"] for name in ("train_first_slice", "train_size_upscale")]
-    assert [resources.num_workers for resources in trained] == [1, 2]
+    own = config.resources.per_node
+    assert own["evaluate"].device == "cuda"
+    assert own["sample"].device == "cpu", "a GPU is taken only where one was asked for"
+    assert load("debug", ["resources.cpus_per_worker=4"]).resources.per_node["report"].cpus_per_worker == 1, "no worker"
 
 
-def test_more_unusable_photos_allowed_make_no_other_data_set() -> None:
-    """A build that gave up goes on with its finished shards."""
-    made = [nodes(load("debug", [f"data.max_quarantine_fraction={share}"]))[0] for share in (0.1, 0.2)]
-    assert made[0].name == "prepare_data" and made[0].config == made[1].config
-    assert [node.options["max_quarantine_fraction"] for node in made] == [0.1, 0.2]
+def semantic(*overrides: str) -> dict[str, object]:
+    return {node.name: canonical(node.config) for node in nodes(load("debug", overrides))}
 
 
-def test_precision_of_samples_counts_where_it_has_an_effect() -> None:
-    """On a CPU nothing is drawn anew, nor shown otherwise, for a setting that it does not heed."""
-
-    def configs_of(*settings: str) -> dict[str, dict[str, Any]]:
-        found = {node.name: node.config for node in nodes(load("debug", settings))}
-        return {name: found[name] for name in ("sample", "report")}
-
-    on_cpu = [configs_of(f"sample.precision={precision}") for precision in ("bfloat16", "float32")]
-    assert on_cpu[0] == on_cpu[1] and on_cpu[0]["sample"]["precision"] == "float32"
+def test_what_decides_no_result_is_in_no_fingerprint() -> None:
+    changes = ["storage=/elsewhere", "tracking.uri=http://x", "tracking.sample_every_steps=5", "resources.num_cpus=3"]
+    changes += ["train.log_every_steps=3", "train.micro_batch_size=2", "resources.max_failures=1"]
+    changes += ["data.max_quarantine_fraction=0.2"]  # a build that gave up resumes with its finished shards
+    assert semantic(*changes) == semantic()
+    assert semantic("sample.precision=float32", "sample.decoder=plain") == semantic(), "a CPU heeds neither"
     gpu = "resources.per_node.sample.use_gpu=true"
-    on_gpu = [configs_of(gpu, f"sample.precision={precision}") for precision in ("bfloat16", "float32")]
-    assert [each["sample"]["precision"] for each in on_gpu] == ["bfloat16", "float32"]
-    assert all(on_gpu[0][name] != on_gpu[1][name] for name in on_gpu[0])
-    assert on_gpu[1] == on_cpu[1]
+    drawn = [semantic(gpu, *more) for more in ((), ("sample.precision=float32",), ("sample.decoder=plain",))]
+    assert all(one["sample"] != other["sample"] for one, other in zip(drawn, drawn[1:], strict=False))
+    assert all(one["report"] != other["report"] for one, other in zip(drawn, drawn[1:], strict=False))
 
 
-def test_resources_of_a_node_come_back_from_yaml_and_fall_away_with_its_stage(tmp_path: Path) -> None:
-    config = load("debug", ["resources.per_node.train_depth_upscale.num_workers=2"])
-    file = tmp_path / "own.yaml"
-    file.write_text(configs.to_yaml(config))
-    assert load(str(file)) == config
-    smaller = load(str(file), ["stages=[first_slice,size_upscale]", "bits=[8]"])
-    assert smaller.resources.per_node == {}
+# ---- overrides without effect ---------------------------------------------------------------------------------------
+
+ALL = ("", "prepare_data", "train_size_upscale", "evaluate", "sample")  # nodes that a command runs; "": all
+EFFECTIVE = {  # override -> commands on which it has an effect
+    ("sample.num_images=3",): ("", "sample"),
+    ("evaluate.batch_size=3",): ("", "evaluate"),
+    ("seed=3",): ("", "train_size_upscale", "evaluate", "sample"),
+    ("train.num_steps=3",): ("", "train_size_upscale", "evaluate", "sample"),
+    ("tracking.uri=http://x",): ALL,
+    ("data.seed=3",): ALL,
+    ("storage=/tmp/elsewhere",): ALL,
+    ("seed=0",): ALL,  # repeats what is set
+    ("resources.per_node.evaluate.max_failures=1",): ("", "evaluate"),
+    ("resources.num_workers=2",): ("", "train_size_upscale", "sample"),
+    ("resources.num_to_keep=3",): ("", "train_size_upscale"),
+    ("resources.use_gpu=true",): ("", "train_size_upscale", "evaluate", "sample"),
+    ("per_stage.first_slice.train.num_steps=3",): ("", "evaluate", "sample"),
+    ("per_stage.first_slice.model.embedder.num_attn_layers=2",): ("",),  # it has none: only the report shows it
+    ("tracking.num_sample_images=3",): (),
+    ("tracking.num_sample_images=3", "tracking.sample_every_steps=100"): ("", "train_size_upscale"),
+    ("sample.seed=3",): ("", "sample"),
+    ("sample.precision=float32",): (),  # a CPU has no other
+}
 
 
-def test_temperature_by_stage() -> None:
-    config = load("debug", ["sample.temperature.first_slice=0.99"])
-    assert [stage_temperature(config, name) for name in stage_names(config)] == [0.99, 1.0, 1.0]
+def said(name: str, *overrides: str, only: str = "") -> list[str]:
+    def reads(config: ExperimentConfig) -> object:
+        return what_runs(config, only=(only,) if only else (), images=None)
+
+    return notes(load(name, overrides), name, overrides, command="it", reads=reads)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("stages=[baseline]", "bits=[8]", "scaling_factor=1"),
-        ("stages=[size_upscale]", "bits=[5]"),
-        ("stages=[first_slice,size_upscale]", "bits=[8]"),
-        ("stages=[size_upscale,depth_upscale]",),
-        ("stages=[size_upscale,depth_upscale]", "bits=[2,5]"),
-        (),
-    ],
-)
-def test_the_systems_of_the_paper_are_allowed(overrides: tuple[str, ...]) -> None:
-    validate(load("debug", overrides))
+@pytest.mark.parametrize(("overrides", "effective"), EFFECTIVE.items(), ids=[" ".join(key) for key in EFFECTIVE])
+def test_an_override_without_effect_is_said(overrides: tuple[str, ...], effective: tuple[str, ...]) -> None:
+    key = overrides[0].partition("=")[0]
+    idle = {only for only in ALL if any(line.startswith(key) for line in said("debug", *overrides, only=only))}
+    assert idle == set(ALL) - set(effective)
+
+
+def test_notes_on_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "evaluate.batch_size, sample.num_images have no effect on what it does"
+    assert said("debug", "evaluate.batch_size=3", "sample.num_images=3", only="prepare_data") == [line]
+    assert said("debug", "resources.num_cpus=3") == []
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    assert said("debug", "resources.num_cpus=3") == ["resources.num_cpus has no effect on what it does"]
+
+
+def test_an_override_that_some_stages_do_not_get_is_said() -> None:
+    """Nothing where it reaches all stages, or where the stage's own value is set beside it."""
+    first, depth = (f"per_stage.{stage}.train.num_steps" for stage in ("first_slice", "depth_upscale"))
+    stays = "train.num_steps does not reach {}: per_stage sets it there"
+    assert said("demo", "train.num_steps=500", "seed=1") == [stays.format("first_slice, depth_upscale")]
+    assert said("demo", "train.num_steps=500", f"{first}=500") == [stays.format("depth_upscale")]
+    assert said("demo", "train.num_steps=500", f"{first}=500", f"{depth}=500") == []
+    assert said("demo", "train.learning_rate=1e-3") == []
 
 
 # ---- mistakes, one line each ----------------------------------------------------------------------------------------
@@ -367,7 +359,7 @@ MISTAKES = {
     (
         "resources.per_node.evaluate.num_workers=2",
     ): "resources.per_node.evaluate.num_workers has no effect: evaluate has no workers; valid: cpus_per_worker, "
-    "max_failures, retry_wait_sec, use_gpu, gpus_per_worker",
+    "use_gpu, gpus_per_worker, max_failures, retry_wait_sec",
     (
         "resources.per_node.sample.num_to_keep=2",
     ): "resources.per_node.sample.num_to_keep has no effect: sample keeps no checkpoints; valid: num_workers, "
@@ -388,12 +380,12 @@ MISTAKES = {
     ): "train.batch_size is 8; resources.per_node.train_size_upscale.num_workers, 3, must divide it",
     # types
     ("train.num_steps=abc",): "train.num_steps is 'abc'; it must be an integer",
-    ("train.num_steps=1.5",): "train.num_steps is '1.5'; it must be an integer",
+    ("train.num_steps=1.5",): "train.num_steps is 1.5; it must be an integer",
     ("train.num_steps=null",): "train.num_steps is null; it must be an integer",
     ("train.learning_rate=fast",): "train.learning_rate is 'fast'; it must be a number",
     ("train.horizontal_flip=maybe",): "train.horizontal_flip is 'maybe'; it must be true or false",
     ("train.lr_values=[1e-3,x]",): "train.lr_values[1] is 'x'; it must be a number",
-    ("train.num_steps={a: 1}",): "train.num_steps is \"{'a': 1}\"; it must be an integer",
+    ("train.num_steps={a: 1}",): "train.num_steps is {'a': 1}; it must be an integer",
     ("stages=size_upscale",): "stages must be a list, e.g. stages=[...]",
     ("bits=[3,[8]]",): "bits must be a flat list",
     ("resources=3",): "resources is a section, not a value; set resources.KEY, with KEY one of num_workers, "
@@ -418,6 +410,9 @@ MISTAKES = {
     ("resources.cpus_per_worker=0",): "resources.cpus_per_worker is 0.0; it must be above 0",
     ("data.crop=tile",): "data.crop is 'tile'; it must be one of center, squash, random, tiles",
     ("data.bits=[3]",): "data.bits is [3]; it must contain 8",
+    ("sample.decoder=fused",): "sample.decoder is 'fused', which needs a GPU; set resources.use_gpu=true, or "
+    "sample.decoder=auto",
+    ("image_bits=3",): "image_bits is 3, but images is not set; images=FILE says which images",
     ("seed=-1",): "seed is -1; it must be at least 0",
     ("name=a/b",): "name is 'a/b'; it becomes a folder: letters, digits, '.', '_' and '-' only",
     # fields against each other
@@ -467,11 +462,12 @@ CHOICES = {
     "data.split": SPLIT_RULES,
     "model.decoder.recipe": RECIPES,
     "model.embedder.recipe": RECIPES,
-    "train.optimizer": config.OPTIMIZERS,
-    "train.schedule": config.SCHEDULES,
-    "train.slices": config.SLICES,
-    "train.precision": config.PRECISIONS,
-    "sample.precision": config.PRECISIONS,
+    "train.optimizer": OPTIMIZERS,
+    "train.schedule": SCHEDULES,
+    "train.slices": SLICES,
+    "train.precision": PRECISIONS,
+    "sample.precision": PRECISIONS,
+    "sample.decoder": DECODERS,
     "sample.use": USES,
 }
 
@@ -484,36 +480,26 @@ def test_a_setting_with_few_choices_names_them_all(key: str, allowed: tuple[str,
     assert error_of("debug", f"{key}={wrong}") == f"{message} (on the command line: {key}={wrong})"
 
 
-def test_mistake_in_a_file_names_the_file(tmp_path: Path) -> None:
-    good = (configs.PRESETS / "debug.yaml").read_text()
-    changes = {
-        ("num_steps: 12", "num_step: 12"): "unknown key train.num_step; nearest: train.num_steps",
-        ("num_steps: 12", "num_steps: twelve"): "train.num_steps is 'twelve'; it must be an integer",
-        ("batch_size: 8", "batch_size: 0"): None,
-        ("bits: [3, 8]\nstages", "bits: [8, 3]\nstages"): "bits is [8, 3]; it must rise from entry to entry, "
-        "e.g. [3, 8]",
-        ("name: debug\n", ""): "name is not set",
-        ("  image_size: 16\n", ""): "data.image_size is not set",
-        ("train:", "per_stage:\n  baseline:\n    train:\n      num_steps: 3\ntrain:"): "per_stage: the config has no "
-        "stage 'baseline'; valid: first_slice, size_upscale, depth_upscale",
-        ("train:", "per_stage:\n  first_slice:\n    model: {layers: 3}\ntrain:"): "unknown key "
-        "per_stage.first_slice.model.layers; valid: decoder, embedder",
-        ("train:", "per_stage:\n  first_slice:\ntrain:"): "per_stage.first_slice is a section, not a value; set "
-        "per_stage.first_slice.KEY, with KEY one of model, train",
-    }
-    for (old, new), message in changes.items():
-        file = tmp_path / "mine.yaml"
-        assert old in good
-        file.write_text(good.replace(old, new, 1))
-        said = error_of(str(file))
-        assert said.endswith(f"(in {file})")
-        assert message is None or said == f"{message} (in {file})"
+IN_A_FILE = {
+    ("num_steps: 12", "num_step: 12"): "unknown key train.num_step; nearest: train.num_steps",
+    ("num_steps: 12", "num_steps: twelve"): "train.num_steps is 'twelve'; it must be an integer",
+    ("bits: [3, 8]\nstages", "bits: [8, 3]\nstages"): "bits is [8, 3]; it must rise from entry to entry, e.g. [3, 8]",
+    ("num_layers: 2", "num_layers: 0"): "model.decoder.num_layers is 0; it must be at least 1",
+    ("name: debug\n", ""): "name is not set",
+    ("  image_size: 16\n", ""): "data.image_size is not set",
+    ("train:", "per_stage:\n  baseline:\n    train:\n      num_steps: 3\ntrain:"): "per_stage: the config has no "
+    "stage 'baseline'; valid: first_slice, size_upscale, depth_upscale",
+    ("train:", "per_stage:\n  first_slice:\n    model: {layers: 3}\ntrain:"): "unknown key "
+    "per_stage.first_slice.model.layers; valid: decoder, embedder",
+    ("train:", "per_stage:\n  first_slice:\ntrain:"): "per_stage.first_slice is a section, not a value; set "
+    "per_stage.first_slice.KEY, with KEY one of model, train",
+}
 
 
-def test_unrelated_override_is_not_blamed_for_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text((configs.PRESETS / "debug.yaml").read_text().replace("num_layers: 2", "num_layers: 0"))
-    assert error_of(str(file), "model.decoder.conv_channels=6").endswith(f"(in {file})")
+def test_mistake_in_a_file_names_the_file_and_no_override(tmp_path: Path) -> None:
+    for change, message in IN_A_FILE.items():
+        file = written(tmp_path, change)
+        assert error_of(file, "train.momentum=0.8") == f"{message} (in {file})"
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
@@ -527,7 +513,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 def test_unknown_config() -> None:
     assert error_of("imagent64") == "unknown config 'imagent64'; nearest: imagenet64"
-    assert error_of("zzz") == f"unknown config 'zzz'; valid: {', '.join(configs.preset_names())}"
+    assert error_of("zzz") == f"unknown config 'zzz'; valid: {', '.join(loading.preset_names())}"
 
 
 @pytest.mark.parametrize("override", ["train.num_steps", "=3", "a..b=3", "a-b=3", ".a=3", "bits[0]=3"])
@@ -548,7 +534,7 @@ def test_override_whose_value_is_no_yaml() -> None:
 
 def test_storage_by_default_and_by_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert resolve_storage(load("debug")) == str(configs.PROJECT_ROOT / "runs")
+    assert resolve_storage(load("debug")) == str(loading.PROJECT_ROOT / "runs")
     assert resolve_storage(load("debug", ["storage=here"])) == str(tmp_path / "here")
     assert resolve_storage(load("debug", ["storage=~/there"])) == str(Path.home() / "there")
     assert resolve_storage(load("debug", ["storage=s3://bucket/runs/"])) == "s3://bucket/runs"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pipelines import describe
-from pipelines.config import stage_names, stage_train_config
+from pipelines.config import stage_names
 from pipelines.loading import load, preset_names
 
 TOLERANCE = 0.12
@@ -115,7 +115,7 @@ def test_batches_follow_workers() -> None:
 def test_gpu_hours_are_flops_over_what_a_gpu_is_assumed_to_reach(capsys: pytest.CaptureFixture[str]) -> None:
     whole = describe.describe(load("imagenet128"))
     for stage, found in whole["stages"].items():
-        train, cost = stage_train_config(load("imagenet128"), stage), found["cost"]
+        train, cost = load("imagenet128").per_stage[stage].train, found["cost"]
         flops = found["training_flops_per_slice"] * train.batch_size * train.num_steps
         assert cost["gpu_hours"] * 3600 * cost["peak_flops"] * cost["mfu"] == pytest.approx(flops)
     assert whole["gpu_hours"] == pytest.approx(sum(found["cost"]["gpu_hours"] for found in whole["stages"].values()))

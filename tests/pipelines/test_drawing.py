@@ -243,7 +243,7 @@ def in_this_process(monkeypatch) -> None:
 def context(networks, out: Path, own: OwnImages | None, *settings: str, name: str = "sample_images") -> NodeContext:
     """Of the node as the pipeline makes it from the configuration debug, so that it has all that the node reads."""
     settings = ("images=given", "sample.num_draws=2", "sample.batch_size=3", "sample.seed=1", *settings)
-    (node,) = (node for node in nodes(load("debug", settings), own=own) if node.name == name)
+    (node,) = (node for node in nodes(load("debug", settings), images=own) if node.name == name)
     return NodeContext(
         node=name,
         fingerprint="f",

@@ -311,7 +311,7 @@ def test_scoring_refuses_what_only_sampling_obeys(setting, tmp_path, capsys):
 @pytest.mark.parametrize("setting", ["sample.num_draws=4", "sample.num_given_rows=1", "image_bits=8"])
 def test_settings_of_own_images_need_images(setting):
     key, _, value = setting.partition("=")
-    with pytest.raises(UserError, match=f"^{key} is {value}, but images is not set; images=FILE says of which images"):
+    with pytest.raises(UserError, match=f"^{key} is {value}, but images is not set; images=FILE says which images"):
         load(DEBUG, [setting])
 
 
