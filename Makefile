@@ -27,11 +27,10 @@ demo: $(INSTALLED) ## the whole pipeline on the built-in photos (ARGS="--dry-run
 	$(BIN)/python pipelines/full_multidim.py --config demo $(ARGS)
 
 test: $(INSTALLED) ## every test that needs no GPU (a submitted Ray job: `make check`; killed machines: `make faults`)
-	$(BIN)/python -m pytest -m "not gpu" --ignore tests/pipelines/test_job_submit.py \
-		--ignore tests/pipelines/test_faults.py --ignore tests/pipelines/test_multi_node.py $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not faults" $(ARGS)
 
 faults: $(INSTALLED) ## killed workers, machines, drivers and servers; several Ray nodes on this machine (minutes)
-	$(BIN)/python -m pytest tests/pipelines/test_faults.py tests/pipelines/test_multi_node.py $(ARGS)
+	$(BIN)/python -m pytest -m "faults and not gpu" $(ARGS)
 
 # In `make check test` the tests run once: the fast ones as part of `test`.
 check: lint $(if $(filter test,$(MAKECMDGOALS)),,fast) job ## style, import rules, fast tests and one submitted Ray job
@@ -42,7 +41,7 @@ lint: $(INSTALLED)
 	$(BIN)/lint-imports
 
 fast: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -m "not slow and not gpu and not faults"
 
 job: $(INSTALLED)
 	$(BIN)/python -m pytest -q tests/pipelines/test_job_submit.py

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from data_prep.files import UserError
-from pipelines import interruption
 from pipelines.config import ExperimentConfig, nearest, stage_names, train_node
 from pipelines.dag.masking import masked_output
 from pipelines.loading import load, preset_names
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from pipelines.nodes.own_images import OwnImages
 
 UNUSABLE = 2
+INTERRUPTED = 130  # what shells make of SIGINT
 CHOICES = {"--only": "only", "--rerun": "rerun", "--keep": "keep", "--from": "start_from"}
 
 
@@ -65,14 +65,13 @@ def run_guarded(command: Callable[[], int]) -> int:
     """The command's exit code; a user's mistake is one line on stderr, without a traceback. No secret is printed."""
     with masked_output():
         try:
-            interruption.raises_again()
             return command()
         except UserError as error:
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
             return UNUSABLE
         except KeyboardInterrupt:
-            print(interruption.LINE, file=sys.stderr)
-            return interruption.INTERRUPTED
+            print("interrupted; the same command resumes from here", file=sys.stderr)
+            return INTERRUPTED
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "full_multidim.py", only: Sequence[str] = ()) -> int:
@@ -94,7 +93,7 @@ def _main(argv: Sequence[str] | None, *, prog: str, only: tuple[str, ...], choos
         parser.add_argument("--stage", required=True, help="one of the config's stages, e.g. size_upscale")
     choose = {"--rerun": "run again although up to date", "--keep": "keep the output, whatever changed"}
     if not single:
-        choose |= {"--only": "run no other nodes", "--from": "run again, and all that hangs on it"}
+        choose |= {"--only": "run no other nodes", "--from": "run again, with all nodes downstream"}
         parser.add_argument("--status", action="store_true", help="print what there is of every node, run nothing")
         parser.add_argument("--gc", action="store_true", help="list attempts that nothing needs any more, run nothing")
         parser.add_argument("--yes", action="store_true", help="with --gc: delete them")

@@ -13,11 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # as a script: the project instead of this folder, whose names (git, ...) hide packages
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from pipelines import interruption
-
-    interruption.ends_the_process()
+if __name__ == "__main__":  # before the imports below
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # the project instead of this folder
 
 from pipelines import cli
 from pipelines.config import (

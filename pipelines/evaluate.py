@@ -10,18 +10,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: the project instead of this folder, whose names (git, ...) hide packages
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from pipelines import interruption
-
-    interruption.ends_the_process()
-
-from pipelines import cli
-
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from pipelines import cli
+
     return cli.main(argv, prog="evaluate.py", only=["evaluate"])
 
 
 if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # the project instead of this folder
     sys.exit(main())

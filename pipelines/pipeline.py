@@ -7,6 +7,7 @@ prepare_data -> train_<stage> (one each) -> evaluate, sample -> report
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from data_prep.config import DataConfig
@@ -34,6 +35,8 @@ from pipelines.loading import preset_names, to_yaml
 from pipelines.nodes.own_images import SAMPLE, SCORE, OwnImages
 from pipelines.nodes.training_samples import TrainingSamples
 
+# Of a train node's output, what networks are loaded from: no optimiser state, no learning curve.
+WEIGHTS = ("checkpoint/config.json", "checkpoint/ema.safetensors")
 INGEST_CPUS = 0.25  # a train node's read tasks, beside its workers
 
 
@@ -43,14 +46,14 @@ def nodes(config: ExperimentConfig, *, images: OwnImages | None = None, listed: 
     listed: whether the raw images are listed, which fingerprints need. Raises UserError where there are none, or where
     the dataset has the id of another.
     """
-    source = _listing(config.data) if listed else ""
+    reader, source = _listing(config.data) if listed else ("", "")
     if images is not None:
         reads_them = _score_images if images.node == SCORE else _sample_images
         trains = [_train(config, stage) for stage in images.stages]
-        return [*map(_handed_over, [_prepare_data(config, source), *trains, reads_them(config, images)])]
+        return [*map(_handed_over, [_prepare_data(config, reader, source), *trains, reads_them(config, images)])]
     stages = stage_names(config)
     made = [
-        _prepare_data(config, source),
+        _prepare_data(config, reader, source),
         *(_train(config, stage) for stage in stages),
         _evaluate(config, stages),
         _sample(config, stages),
@@ -59,8 +62,8 @@ def nodes(config: ExperimentConfig, *, images: OwnImages | None = None, listed: 
     return [*map(_handed_over, made)]
 
 
-def _listing(data: DataConfig) -> str:
-    """Hash of the names, sizes and times of the files that the source of images has."""
+def _listing(data: DataConfig) -> tuple[str, str]:
+    """(module that reads the source of images, hash of the names, sizes and times of the source's files)."""
     try:
         name, listing_hash = identify(data)
     except OSError as error:
@@ -71,21 +74,19 @@ def _listing(data: DataConfig) -> str:
         check_id(data, name)
     except ValueError as error:
         raise UserError(f"data.{error}") from error
-    return listing_hash
+    return f"data_prep.sources.{name}", listing_hash
 
 
-def _prepare_data(config: ExperimentConfig, source: str) -> Node:
+def _prepare_data(config: ExperimentConfig, reader: str, source: str) -> Node:
     resources = config.resources.per_node["prepare_data"]
-    shard = {"CPU": resources.cpus_per_worker}  # a whole CPU per shard: two at a time on a core are slower
     return Node(
         name="prepare_data",
         function="pipelines.nodes.prepare_data:run",
         config=PrepareDataNodeConfig(data=config.data, num_cpus=resources.cpus_per_worker),
+        modules=(reader,) if reader else (),  # readers of other sources do not count
         source=source,
         num_cpus=0,
-        cost=shard,
-        num_workers=1,
-        worker_cost=shard,
+        cost={"CPU": resources.cpus_per_worker},  # a whole CPU per shard: two at a time on a core are slower
         resumable=True,
         **_retries(resources),
     )
@@ -95,6 +96,7 @@ def _train(config: ExperimentConfig, stage: str) -> Node:
     resources = config.resources.per_node[train_node(stage)]
     model = stage_model_config(config, stage)
     depth = model.num_given_bits + model.num_bits
+    stored_bits = min(bits for bits in config.data.bits if bits >= depth)
     samples = None
     if config.tracking.sample_every_steps is not None:
         samples = TrainingSamples(
@@ -109,11 +111,12 @@ def _train(config: ExperimentConfig, stage: str) -> Node:
         name=train_node(stage),
         function="pipelines.nodes.train:run",
         needs=("prepare_data",),
+        reads={"prepare_data": (f"dataset/res={model.image_size}/bits={stored_bits}/*.parquet",)},
         config=TrainNodeConfig(
             stage=stage,
             model=model,
             train=config.per_stage[stage].train,
-            stored_bits=min(bits for bits in config.data.bits if bits >= depth),
+            stored_bits=stored_bits,
             seed=config.seed,
             resources=resources,
             samples=samples,
@@ -129,6 +132,7 @@ def _evaluate(config: ExperimentConfig, stages: list[str]) -> Node:
         name="evaluate",
         function="pipelines.nodes.evaluate:run",
         needs=("prepare_data", *map(train_node, stages)),
+        reads=_weights(stages),
         config=EvaluateNodeConfig(
             stages=tuple(stages),
             batch_size=config.evaluate.batch_size,
@@ -145,6 +149,7 @@ def _score_images(config: ExperimentConfig, images: OwnImages) -> Node:
         name=SCORE,
         function="pipelines.nodes.score_images:run",
         needs=tuple(map(train_node, images.stages)),
+        reads=_weights(images.stages),
         config=ScoreImagesNodeConfig(
             stages=images.stages,
             bits=images.num_bits,
@@ -164,6 +169,7 @@ def _sample(config: ExperimentConfig, stages: list[str]) -> Node:
         name="sample",
         function="pipelines.nodes.sample:run",
         needs=tuple(map(train_node, stages)),
+        reads=_weights(stages),
         config=SampleNodeConfig(**vars(drawing), num_images=config.sample.num_images),
         **_with_workers(drawing.resources),
     )
@@ -176,6 +182,7 @@ def _sample_images(config: ExperimentConfig, images: OwnImages) -> Node:
         name=SAMPLE,
         function="pipelines.nodes.sample_images:run",
         needs=tuple(map(train_node, images.stages)),
+        reads=_weights(images.stages),
         config=SampleImagesNodeConfig(
             **vars(drawing),
             use=images.use,
@@ -201,6 +208,11 @@ def _drawing(config: ExperimentConfig, stages: list[str] | tuple[str, ...]) -> D
         **_on_device(config),
         resources=resources,
     )
+
+
+def _weights(stages: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """What a node that loads networks reads of the train nodes."""
+    return {train_node(stage): WEIGHTS for stage in stages}
 
 
 def _on_device(config: ExperimentConfig) -> dict[str, str]:
@@ -238,8 +250,6 @@ def _with_workers(resources: NodeResources) -> dict[str, Any]:
     return {
         "num_cpus": 0,
         "cost": {resource: resources.num_workers * amount for resource, amount in resources.worker.items()},
-        "num_workers": resources.num_workers,
-        "worker_cost": resources.worker,
         "resumable": True,
         **_retries(resources),
     }

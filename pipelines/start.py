@@ -16,14 +16,15 @@ from data_prep.files import Store, UserError, join, open_store
 from data_prep.lock import Lock, described, refusal_to_share
 from pipelines import cluster, mlflow_uri
 from pipelines.config import ExperimentConfig
-from pipelines.dag import garbage, progress, status
 from pipelines.dag import plan as planning
 from pipelines.dag import run as running
+from pipelines.dag import status
 from pipelines.dag.attempts import ERROR
-from pipelines.dag.git import git_commit
 from pipelines.dag.masking import mask_uris
+from pipelines.dag.progress import Display
 from pipelines.ledger import Ledger
 from pipelines.loading import resolve_storage, to_yaml
+from pipelines.project import SOURCES, git_commit
 
 if TYPE_CHECKING:
     from pipelines.nodes.own_images import OwnImages
@@ -58,7 +59,7 @@ def start(
     nodes = pipeline.nodes(config, images=images)
     lock = Lock(store)
     with _reading(store):
-        plan, holder = planning.plan(nodes, store, **chosen), lock.holder()
+        plan, holder = planning.plan(nodes, store, sources=SOURCES, **chosen), lock.holder()
     if holder and not dry_run:  # at once: Ray takes a while to start, and memory from the start that is running
         raise UserError(refusal_to_share(store, holder))
     print(to_yaml(config))
@@ -72,11 +73,14 @@ def start(
         return DONE
     session = cluster.connect(num_cpus=config.resources.num_cpus, num_gpus=config.resources.num_gpus)
     try:
-        running.check_fits(plan, session)
+        for shortfall in running.shortfalls(plan, session.resources):
+            if session.capacity is not None:
+                raise UserError(f"{shortfall}; ask for fewer or smaller workers")
+            print(f"note: {shortfall} now; it waits until there is more")
         with _locked(lock):
             if images is None:  # the run folder's config stays that of its pipeline
                 claim_run_folder(store, name=config.name, config_yaml=mask_uris(to_yaml(config)))
-            plan = planning.plan(nodes, store, **chosen)  # as it is now that nobody else writes
+            plan = planning.plan(nodes, store, sources=SOURCES, **chosen)  # as it is now that nobody else writes
             print("\n".join(plan.lines()), flush=True)
             report, uri = _run(plan, config, session, store, lock)
             return _say_how_it_ended(report, store, tracking_uri=uri, whole=not only)
@@ -118,7 +122,7 @@ def show_status(config: ExperimentConfig) -> int:
     store = _run_folder(config)
     nodes = pipeline.nodes(config)
     with _reading(store):
-        table = status.lines(planning.plan(nodes, store))
+        table = status.lines(planning.plan(nodes, store, sources=SOURCES))
     print("\n".join([f"run folder: {store.uri}", *table]))
     return DONE
 
@@ -135,12 +139,12 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
     with _locked(Lock(store)) if delete and store.list("nodes") else contextlib.nullcontext():
         with _reading(store):
             holder = None if delete else Lock(store).holder()
-            found = garbage.find(planning.plan(nodes, store), holder=holder)
+            found = status.find_garbage(planning.plan(nodes, store, sources=SOURCES), holder=holder)
         print(f"run folder: {store.uri}")
         for each in found:
             print(each.line)
         if delete:
-            garbage.delete(store, found)
+            status.delete(store, found)
     size, count = sum(each.bytes for each in found), len(found)
     what = f"{count} attempt{'' if count == 1 else 's'}, {size:,} bytes"
     print(f"deleted: {what}" if delete else f"to be deleted by --gc --yes: {what}")
@@ -186,10 +190,12 @@ def _run(
         params=dataclasses.asdict(config),
         files={"config.yaml": to_yaml(config)},
     )
-    display = progress.make_display()
+    display = Display()
     status = "FAILED"
     try:
-        report = running.run(plan, cluster=session, ledger=ledger, display=display, lock=lock)
+        report = running.run(
+            plan, tracker=ledger, display=display, capacity=session.capacity, git_commit=git_commit(), lock=lock
+        )
         status = "FINISHED" if report.ok else "FAILED"
     except KeyboardInterrupt:
         status = "KILLED"
@@ -205,7 +211,7 @@ def _say_how_it_ended(report: running.RunReport, store: Store, *, tracking_uri: 
 
     print(flush=True)
     failed = {name: node for name, node in report.nodes.items() if node.state == "failed"}
-    if failed and all(node.mistaken for node in failed.values()):
+    if failed and all(node.is_user_error for node in failed.values()):
         raise UserError("; ".join(f"{name}: {node.error}" for name, node in failed.items()))
     if not report.ok:
         for name, node in report.nodes.items():

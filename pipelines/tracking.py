@@ -87,6 +87,10 @@ class RunHandle:
             warn_once(self.uri, error)
             return self
 
+    def close_open_runs(self) -> None:
+        """Flushes and closes every run that this process has open."""
+        flush_open_runs()
+
     def found(self, client: MlflowClient) -> RunHandle:
         """With its run_id. Raises ConnectionError while the run has not been opened."""
         if self.run_id:

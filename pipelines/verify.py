@@ -7,8 +7,10 @@ from data_prep.files import UserError, join, open_store
 from data_prep.parquet import open_dataset
 from data_prep.verify import verify
 from pipelines.config import ExperimentConfig
-from pipelines.dag import plan, progress
+from pipelines.dag import plan
+from pipelines.dag.progress import Display, Update
 from pipelines.loading import resolve_storage
+from pipelines.project import SOURCES
 
 INTACT, DAMAGED = 0, 1
 NODE = "prepare_data"
@@ -18,11 +20,9 @@ def verify_data(uri: str) -> int:
     """Checks the data set at `uri` (path or URI) and returns the exit code. Raises UserError where there is none."""
     try:
         manifest = open_dataset(uri).manifest
-        display = progress.make_display()
+        display = Display()
         try:
-            problems = verify(
-                uri, progress=lambda done, total: display.show({"verify": progress.Update(done, total, "images")})
-            )
+            problems = verify(uri, progress=lambda done, total: display.show({"verify": Update(done, total, "images")}))
         finally:
             display.close()
     except (OSError, ValueError) as error:
@@ -43,7 +43,7 @@ def dataset_of(config: ExperimentConfig) -> str:
 
     store = open_store(join(resolve_storage(config), config.name))
     check_run_folder(store, name=config.name)
-    decision = plan.plan(pipeline.nodes(config), store, only=[NODE])[NODE]
+    decision = plan.plan(pipeline.nodes(config), store, sources=SOURCES, only=[NODE])[NODE]
     if decision.success is None:
         raise UserError(f"--verify: config {config.name} has no finished data set ({decision.reason}); build it first")
     output = decision.success.output(store)

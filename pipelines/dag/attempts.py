@@ -6,15 +6,17 @@ unfinished, whatever else lies there. _STARTED.json only helps to explain and to
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import posixpath
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from data_prep.files import Store
+from pipelines.dag.fingerprint import digest
 from pipelines.dag.node import NodeOutput
 
 SUCCESS = "_SUCCESS.json"
@@ -156,6 +158,23 @@ def measure(store: Store, folder: str, named: Mapping[str, str], known: Mapping[
                 continue  # the engine's own, and still growing
             outputs[inside] = {"bytes": file.bytes, "sha256": known.get(inside) or store.sha256(file.path)}
     return dict(sorted(outputs.items()))
+
+
+def content(success: Success, patterns: Sequence[str] = ("*",)) -> str:
+    """Digest of an output's files that match: their checksums, and their names as "<output's name>/<path inside>".
+
+    Where an attempt lies does not matter, so two attempts that made equal files have equal contents. A pattern that
+    matches nothing must not hide a change: then all files count.
+    """
+    files = {}
+    for name, relative in success.named.items():
+        for path, entry in success.outputs.items():
+            inside = posixpath.relpath(path, relative)
+            if not inside.startswith(".."):
+                files[posixpath.normpath(posixpath.join(name, inside))] = entry["sha256"]
+    matches = [{file for file in files if fnmatch.fnmatchcase(file, pattern)} for pattern in patterns]
+    chosen = set().union(*matches) if all(matches) else set(files)
+    return digest({file: files[file] for file in chosen})[:16]
 
 
 def age(moment: str, *, now: datetime | None = None) -> str:

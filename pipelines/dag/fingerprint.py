@@ -1,6 +1,6 @@
-"""What decides whether a node's output is still valid: a hash of its config, its code and what it was made from.
+"""What decides whether an output is still valid: a hash of its config, its code and the contents of what was read.
 
-The ingredients stay beside the output (in _SUCCESS.json), so that a later start can say in words what changed.
+The ingredients are stored beside the output (in _SUCCESS.json), so that a later start can say in words what changed.
 """
 
 from __future__ import annotations
@@ -8,19 +8,28 @@ from __future__ import annotations
 import ast
 import dataclasses
 import enum
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipelines.dag.masking import mask_uris
 
-PACKAGES = ("spn", "data_prep", "pipelines")
-ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the packages
-SCHEMA = 1  # a higher number makes every node run again
+SCHEMA = 2  # a higher number makes every node run again
 _MAX_CHANGES = 4  # named in an explanation; the rest is counted
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The code that counts: packages below `root`, without the modules that are known not to decide any result."""
+
+    root: Path
+    packages: tuple[str, ...]
+    not_semantic: frozenset[str] = frozenset()
 
 
 def canonical(value: Any, *, where: str = "config") -> Any:
@@ -61,47 +70,60 @@ def flatten(value: Any, *, prefix: str = "") -> dict[str, Any]:
     value = canonical(value, where=prefix or "config")
     if not isinstance(value, dict):
         return {prefix: value}
-    flat = {} if value or not prefix else {prefix: {}}
+    flat: dict[str, Any] = {} if value or not prefix else {prefix: {}}
     for key, item in value.items():
         flat.update(flatten(item, prefix=f"{prefix}.{key}" if prefix else key))
     return flat
 
 
-def code_hashes(module: str, *, packages: tuple[str, ...] = PACKAGES, root: Path = ROOT) -> dict[str, str]:
-    """Hash of the syntax tree of a module and of every project module that it imports, at whatever depth.
+def code_hashes(modules: Iterable[str], sources: Sources) -> dict[str, str]:
+    """Hash of the syntax tree of each module and of every project module that they import, at any depth.
 
     Imports inside functions count; imports for type checkers only do not. Comments, docstrings and layout do not
-    matter. Raises ValueError if `module` is not in `packages` or has no source file.
+    matter. A module in `sources.not_semantic` is left out, and its imports are not followed.
+    Raises ValueError for one of `modules` that is in none of the packages or has no source file.
     """
-    if module.split(".")[0] not in packages:
-        raise ValueError(f"module {module} is in none of the packages {', '.join(packages)}")
-    if _source(module, root=root) is None:
-        raise ValueError(f"module {module} has no source file below {root}")
     hashes: dict[str, str] = {}
-    queue = _with_parents(module)
+    queue: list[str] = []
+    for module in modules:
+        if module.split(".")[0] not in sources.packages:
+            raise ValueError(f"module {module} is in none of the packages {', '.join(sources.packages)}")
+        if _source(module, root=sources.root) is None:
+            raise ValueError(f"module {module} has no source file below {sources.root}")
+        queue += _with_parents(module)
+    skipped = set(sources.not_semantic)
     while queue:
         name = queue.pop()
-        file = _source(name, root=root) if name not in hashes and name.split(".")[0] in packages else None
-        if file is None:
+        if name in hashes or name in skipped or name.split(".")[0] not in sources.packages:
             continue
-        tree = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
-        hashes[name] = hashlib.sha256(_text(tree).encode()).hexdigest()[:16]
+        file = _source(name, root=sources.root)
+        if file is None:
+            skipped.add(name)
+            continue
         package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-        for imported in _imports(tree, package=package):
-            queue.extend(_with_parents(imported))
+        hashes[name], imported = _parsed(file.read_text(encoding="utf-8"), package)
+        queue += imported
     return dict(sorted(hashes.items()))
 
 
+@functools.lru_cache(maxsize=1024)
+def _parsed(text: str, package: str) -> tuple[str, tuple[str, ...]]:
+    """(hash of the syntax tree, names that it may import) of a module's source text."""
+    tree = ast.parse(text)
+    imported = (name for each in _imports(tree, package=package) for name in _with_parents(each))
+    return hashlib.sha256(_text(tree).encode()).hexdigest()[:16], tuple(dict.fromkeys(imported))
+
+
 def ingredients(
-    *, function: str, config: Any, code: Mapping[str, str], upstream: Mapping[str, str], source: str
+    *, function: str, config: Any, code: Mapping[str, str], upstream: Mapping[str, Mapping[str, Any]], source: str
 ) -> dict[str, Any]:
-    """All that a node's output depends on; upstream is {node: output id}."""
+    """All that a node's output depends on. upstream: {node: {"reads": patterns, "content": digest}}."""
     return {
         "schema": SCHEMA,
         "function": function,
         "config": canonical(config),
         "code": dict(sorted(code.items())),
-        "upstream": dict(sorted(upstream.items())),
+        "upstream": canonical(upstream),
         "source": source,
     }
 
@@ -130,13 +152,13 @@ def explain(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     modules = _differing(old.get("code", {}), new["code"])
     if modules:
         reasons.append(f"code changed: {_some(modules)}")
-    read, reads = old.get("upstream", {}), new["upstream"]
-    if upstream := [node for node in _differing(read, reads) if node in read and node in reads]:
+    before, after = old.get("upstream", {}), new["upstream"]
+    if upstream := [node for node in _differing(before, after) if node in before and node in after]:
         reasons.append(f"new output of {_some(upstream)}")
-    if more := sorted(reads.keys() - read.keys()):
-        reasons.append(f"reads {_some(more)} too")
-    if less := sorted(read.keys() - reads.keys()):
-        reasons.append(f"reads {_some(less)} no more")
+    if more := sorted(after.keys() - before.keys()):
+        reasons.append(f"now also reads {_some(more)}")
+    if fewer := sorted(before.keys() - after.keys()):
+        reasons.append(f"no longer reads {_some(fewer)}")
     if old.get("source", "") != new["source"]:
         reasons.append("source files changed")
     return "; ".join(reasons)

@@ -1,15 +1,18 @@
-"""What a node is, what its function gets and what it returns. Node functions import from here and from nowhere else in
-the engine, so that a change of the engine does not change their fingerprints."""
+"""What a node is, what its function gets and returns, and what the engine asks of experiment tracking.
+
+Node functions import from here and from nowhere else in the engine.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from pipelines.dag.progress import Reporter
-    from pipelines.tracking import RunHandle
+
+ConfigT = TypeVar("ConfigT")
 
 
 @dataclass(frozen=True)
@@ -20,20 +23,22 @@ class Node:
     function: str  # "package.module:function", imported inside the task
     needs: tuple[str, ...] = ()  # names of upstream nodes
     config: Any = field(default_factory=dict)  # frozen dataclass; what is not "semantic": False is fingerprinted
-    options: Mapping[str, Any] = field(default_factory=dict)  # resources, paths, logging: never in the fingerprint
-    source: str = ""  # hash of the listing of files from outside that the node reads
+    options: Mapping[str, Any] = field(default_factory=dict)  # never in the fingerprint
+    # Upstream node -> patterns of the files that this node reads of it, as "<output's name>/<path inside>" (fnmatch).
+    # Only these enter the fingerprint; a node that is not named here is read as a whole.
+    reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()  # modules that the function imports by name: their code counts too
+    source: str = ""  # hash of the listing of external files that the node reads
     num_cpus: float = 1  # of the coordinating task itself
     num_gpus: float = 0
-    cost: Mapping[str, float] = field(default_factory=dict)  # all it takes, workers included; {}: the task's own
-    num_workers: int = 0  # processes beside the task's own, each of which must fit on one machine
-    worker_cost: Mapping[str, float] = field(default_factory=dict)  # what each of them takes
-    max_failures: int = 0  # times it starts again after a fault of the infrastructure
-    retry_wait_sec: float = 0.0  # before the first of these; doubles from time to time
-    resumable: bool = False  # continues its newest unfinished attempt
-    tags: Mapping[str, str] = field(default_factory=dict)  # more tags of its MLflow run, e.g. {"stage": ...}
+    cost: Mapping[str, float] = field(default_factory=dict)  # all that the node occupies, its workers included
+    max_failures: int = 0  # how often it is retried after an infrastructure fault
+    retry_wait_sec: float = 0.0  # before the first retry; doubles with each further one
+    resumable: bool = False  # a retry or a later start continues the newest unfinished attempt
+    tags: Mapping[str, str] = field(default_factory=dict)  # more tags of its tracked run, e.g. {"stage": ...}
 
     def __post_init__(self) -> None:
-        assert self.name.isidentifier(), f"{self.name!r} must be an identifier: it names folders and MLflow runs"
+        assert self.name.isidentifier(), f"{self.name!r} must be an identifier: it names folders and tracked runs"
         assert self.function.count(":") == 1, f"{self.function!r} must be module:function"
 
     @property
@@ -42,43 +47,76 @@ class Node:
 
     @property
     def total_cost(self) -> dict[str, float]:
-        """Resources that the scheduler sets aside while the node runs."""
+        """Resources that the node occupies while it runs."""
         own = {"CPU": self.num_cpus, "GPU": self.num_gpus}
-        return {name: amount for name, amount in dict(self.cost or own).items() if amount > 0}
+        total = {name: max(own.get(name, 0), self.cost.get(name, 0)) for name in {*own, *self.cost}}
+        return {name: amount for name, amount in sorted(total.items()) if amount > 0}
 
 
 @dataclass(frozen=True)
 class NodeOutput:
-    """A finished attempt, as nodes below see it."""
+    """A finished attempt, as downstream nodes see it."""
 
     uri: str  # the attempt's folder
     named: Mapping[str, str]  # name -> path relative to uri
     metrics: Mapping[str, float]
-    attempt: str  # the output's id
+    attempt: str
     mlflow_run_id: str | None = None
 
 
 @dataclass(frozen=True)
-class NodeContext:
+class NodeContext(Generic[ConfigT]):
     """All that a node function knows. Picklable."""
 
     node: str
     fingerprint: str
     attempt: str
-    config: Any
+    config: ConfigT
     options: Mapping[str, Any]
     inputs: Mapping[str, NodeOutput]  # by upstream node
     out: str  # absolute path or URI of the attempt's folder, which exists if local
-    run: RunHandle
+    run: Any  # a RunHandle, with whatever else node functions log through
     progress: Reporter
     fresh: bool  # False: continues an unfinished attempt, whose files are still in `out`
-    restarts: int = 0  # times that it was started before with the same fingerprint and did not end well
+    restarts: int = 0  # how often it was started before under the same fingerprint without finishing
 
 
 @dataclass(frozen=True)
 class NodeResult:
     """What a node function returns."""
 
-    outputs: Mapping[str, str]  # name -> path relative to out; a folder means all files below
+    outputs: Mapping[str, str]  # name -> path relative to out; a folder stands for all files below it
     metrics: Mapping[str, float] = field(default_factory=dict)
-    sha256: Mapping[str, str] = field(default_factory=dict)  # relative path -> digest where the node knows it already
+    sha256: Mapping[str, str] = field(default_factory=dict)  # relative path -> digest, where the node knows it already
+
+
+class RunHandle(Protocol):
+    """Points to the tracked run of a node, or to none. Picklable: it travels to tasks."""
+
+    @property
+    def run_id(self) -> str | None: ...
+
+    @property
+    def reference(self) -> str | None:
+        """What a later start finds the run by."""
+
+    def open(self) -> Any:
+        """The run to log to: a context manager with set_tags, and whatever node functions use."""
+
+    def known(self) -> RunHandle:
+        """With its run_id if the tracking server has opened the run by now."""
+
+    def close_open_runs(self) -> None:
+        """Flushes and closes every run that this process has open."""
+
+
+class Tracker(Protocol):
+    """Records one run per node. No call raises when the tracking server is down."""
+
+    def start_node(
+        self, node: str, *, tags: Mapping[str, str], params: Any, continue_id: str | None = None
+    ) -> RunHandle: ...
+
+    def reuse_node(self, node: str, *, tags: Mapping[str, str], reused_run: str | None) -> RunHandle: ...
+
+    def finish(self, handle: Any, status: str, *, metrics: Mapping[str, float] | None = None) -> None: ...

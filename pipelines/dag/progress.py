@@ -1,24 +1,28 @@
-"""Progress of long work: tasks and train workers report to one small actor, the driver shows what it knows.
+"""Progress of long work: tasks and train workers report to one small actor, and the driver shows it.
 
-A `Reporter` is cheap to call in a loop: it sends at most two updates a second and never waits for an answer.
+A `Reporter` is cheap to call in a loop: it sends at most two updates per second and never waits for an answer.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.text import Text
 
 SEND_SEC = 0.5  # shortest time between two updates of one reporter
 LINE_SEC = 5.0  # shortest time between two plain lines of one node
-_WINDOW_SEC = 30.0  # the rate is that of the last half minute
+_SPEED_SEC = 60.0  # speed is that of the last minute
 
 
 @dataclass(frozen=True)
 class Update:
-    """Where a node stands."""
+    """How far a node is."""
 
     done: float
     total: float
@@ -35,7 +39,7 @@ class Reporter:
         self._last = 0.0
 
     def part(self, name: str) -> Reporter:
-        """A reporter of one part of the node's work: what parts have done is shown as one sum."""
+        """A reporter for one part of the node's work: the parts are shown as one sum."""
         return Reporter(self.node, self.hub, name=name)
 
     def update(self, done: float, total: float, *, unit: str = "images", note: str = "", rate: str = "") -> None:
@@ -46,7 +50,7 @@ class Reporter:
         self._last = now
         try:
             self.hub.update.remote(self.node, Update(done, total, unit, note, rate), self.name)
-        except Exception:  # the display is gone: work goes on without it
+        except Exception:  # the actor is gone: the work continues without a display
             self.hub = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -58,13 +62,13 @@ class Board:
 
     def __init__(self) -> None:
         self.updates: dict[str, Update] = {}
-        self._done: dict[str, dict[str, float]] = {}  # of each part of each node
+        self._done: dict[str, dict[str, float]] = {}  # by node and part
 
     def update(self, node: str, update: Update, part: str = "") -> None:
         parts = self._done.setdefault(node, {})
         if not part:
             parts.clear()  # the node itself says how much is done: at its start, or when it starts again
-        # A part that is done again, by another worker, counts once it is further than before.
+        # A part that another worker does again counts only once it is further than before.
         parts[part] = max(update.done, parts.get(part, 0.0)) if part else update.done
         self.updates[node] = replace(update, done=sum(parts.values()))
 
@@ -86,7 +90,7 @@ class Hub:
         return Reporter(node, self._actor)
 
     def poll(self) -> Mapping[str, Update]:
-        """What arrived since the last call, as far as the actor has answered; never waits."""
+        """The newest updates, if the actor has answered since the last call; never waits."""
         answer: Mapping[str, Update] = {}
         try:
             if self._asked is not None:
@@ -103,43 +107,70 @@ class Hub:
         self._ray.kill(self._actor)
 
 
-class Meter:
-    """Rate and time left of one node, from the updates of the last half minute."""
+class Display:
+    """What the driver shows: bars that are redrawn in place on a terminal; otherwise, for logs and jobs, at most one
+    line per node every few seconds."""
 
-    def __init__(self) -> None:
-        self._seen: list[tuple[float, float]] = []  # (time, done)
+    def __init__(self, stream: IO[str] | None = None, *, now: Callable[[], float] = time.monotonic) -> None:
+        stream = stream or sys.stdout
+        self._live, self._stream, self._now = stream.isatty(), stream, now
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), _Numbers())
+        self._progress = Progress(
+            *columns, console=Console(file=stream), transient=True, get_time=now, speed_estimate_period=_SPEED_SEC
+        )
+        if self._live:
+            self._progress.start()
+        self._tasks: dict[str, TaskID] = {}
+        self._shown: dict[str, tuple[float, Update]] = {}
 
-    def add(self, done: float, now: float) -> None:
-        if self._seen and done < self._seen[-1][1]:
-            self._seen.clear()  # it went back to a checkpoint, or a new phase began
-        if not self._seen or done > self._seen[-1][1]:
-            self._seen.append((now, done))
-        while len(self._seen) > 2 and now - self._seen[0][0] > _WINDOW_SEC:
-            self._seen.pop(0)
+    def line(self, text: str) -> None:
+        if self._live:
+            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self._stream, flush=True)
 
-    @property
-    def rate(self) -> float | None:
-        """Units a second, None before two updates."""
-        if len(self._seen) < 2:
-            return None
-        (start, first), (end, last) = self._seen[0], self._seen[-1]
-        return (last - first) / (end - start) if end > start else None
+    def show(self, updates: Mapping[str, Update]) -> None:
+        for node, update in updates.items():
+            if node not in self._tasks:
+                self._tasks[node] = self._progress.add_task(node, total=update.total, completed=0, update=update)
+            fields: dict[str, Any] = {"completed": update.done, "total": update.total, "update": update}
+            self._progress.update(self._tasks[node], **fields)
+            if not self._live and self._is_due(node, update):
+                task = next(task for task in self._progress.tasks if task.id == self._tasks[node])
+                self.line(f"[{node}] {numbers(task)}")
 
-    def left_sec(self, total: float) -> float | None:
-        return (total - self._seen[-1][1]) / self.rate if self.rate else None
+    def end(self, node: str) -> None:
+        """Removes the bar of a node that has ended. A node that starts again gets a new one."""
+        if node in self._tasks:
+            self._progress.remove_task(self._tasks.pop(node))
+
+    def close(self) -> None:
+        self._progress.stop()
+
+    def _is_due(self, node: str, update: Update) -> bool:
+        now = self._now()
+        at, last = self._shown.get(node, (float("-inf"), None))
+        has_finished = update.done >= update.total and last is not None and last.done < last.total
+        if update == last or not (has_finished or now - at >= LINE_SEC):
+            return False
+        self._shown[node] = (now, update)
+        return True
 
 
-def line_of(node: str, update: Update, meter: Meter) -> str:
-    """E.g. "[train_size_upscale] 120/400 steps  31.2 slices/s  0:42 left  valid 1.83"."""
-    parts = [f"[{node}] {_count(update.done)}/{_count(update.total)} {update.unit}"]
-    if update.rate or meter.rate is not None:
-        parts.append(update.rate or f"{_rate(meter.rate or 0.0)} {update.unit}/s")
-    left = meter.left_sec(update.total)
-    if left is not None and update.done < update.total:
-        parts.append(f"{clock(left)} left")
-    if update.note:
-        parts.append(update.note)
-    return "  ".join(parts)
+class _Numbers(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(numbers(task))
+
+
+def numbers(task: Task) -> str:
+    """E.g. "120/400 steps  31.2 slices/s  0:42 left  valid 1.83"; speed and time left are rich's."""
+    update: Update = task.fields["update"]
+    parts = [f"{_count(update.done)}/{_count(update.total)} {update.unit}"]
+    if update.rate or task.speed:
+        parts.append(update.rate or f"{_rate(task.speed or 0.0)} {update.unit}/s")
+    if task.time_remaining and not task.finished:
+        parts.append(f"{clock(task.time_remaining)} left")
+    return "  ".join([*parts, update.note] if update.note else parts)
 
 
 def clock(seconds: float) -> str:
@@ -147,77 +178,6 @@ def clock(seconds: float) -> str:
     whole = max(0, round(seconds))
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
-
-
-@dataclass
-class PlainDisplay:
-    """One line for a node at most every few seconds, when something changed: for logs and jobs."""
-
-    stream: IO[str] = field(default_factory=lambda: sys.stdout)
-    now: Any = time.monotonic
-
-    def __post_init__(self) -> None:
-        self._meters: dict[str, Meter] = {}
-        self._shown: dict[str, tuple[float, Update]] = {}
-
-    def line(self, text: str) -> None:
-        print(text, file=self.stream, flush=True)
-
-    def show(self, updates: Mapping[str, Update]) -> None:
-        now = self.now()
-        for node, update in updates.items():
-            meter = self._meters.setdefault(node, Meter())
-            meter.add(update.done, now)
-            at, last = self._shown.get(node, (float("-inf"), None))
-            due = now - at >= LINE_SEC or (update.done >= update.total and last is not None and last.done < last.total)
-            if update != last and due:
-                self._shown[node] = (now, update)
-                self.line(line_of(node, update, meter))
-
-    def end(self, node: str) -> None:
-        """The node has ended: its bar goes."""
-
-    def close(self) -> None:
-        pass
-
-
-class LiveDisplay:
-    """Bars that are redrawn in place: for terminals."""
-
-    def __init__(self) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24))
-        self._progress = Progress(*columns, TextColumn("{task.fields[text]}", markup=False), transient=True)
-        self._progress.start()
-        self._tasks: dict[str, Any] = {}
-        self._meters: dict[str, Meter] = {}
-
-    def line(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def show(self, updates: Mapping[str, Update]) -> None:
-        for node, update in updates.items():
-            meter = self._meters.setdefault(node, Meter())
-            meter.add(update.done, time.monotonic())
-            if node not in self._tasks:
-                self._tasks[node] = self._progress.add_task(node, text="")
-            text = line_of(node, update, meter).removeprefix(f"[{node}] ")
-            self._progress.update(self._tasks[node], completed=update.done, total=update.total, text=text)
-
-    def end(self, node: str) -> None:
-        """The node has ended: its bar goes. A node that starts again gets a new one."""
-        if node in self._tasks:
-            self._progress.remove_task(self._tasks.pop(node))
-            del self._meters[node]
-
-    def close(self) -> None:
-        self._progress.stop()
-
-
-def make_display() -> PlainDisplay | LiveDisplay:
-    """Live bars on a terminal, plain lines otherwise."""
-    return LiveDisplay() if sys.stdout.isatty() else PlainDisplay()
 
 
 def _count(value: float) -> str:

@@ -1,8 +1,8 @@
-"""Runs a plan: nodes as Ray tasks, side by side where resources allow, scheduled from the driver.
+"""Carries out a plan: nodes as Ray tasks, side by side where resources allow, scheduled from the driver.
 
-The driver hands out paths and ids only. A node that a fault of the infrastructure ended (its process, its machine or
-storage went away) starts again after a while, and goes on where it can. A failed node stops what depends on it; the
-others go on.
+The driver hands out paths and ids only. A node that meets a fault of the infrastructure (its process, its machine or
+storage is gone) is retried after a while and resumes where it can. A failed node stops all nodes downstream; the others
+run to their end.
 """
 
 from __future__ import annotations
@@ -17,30 +17,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from data_prep.files import Store
 from data_prep.lock import Lock
-from pipelines.cluster import ClusterInfo
 from pipelines.dag import attempts, fingerprint
 from pipelines.dag.attempts import Success
-from pipelines.dag.faults import is_infrastructure
-from pipelines.dag.git import git_commit
-from pipelines.dag.masking import mask
-from pipelines.dag.node import Node, NodeOutput
+from pipelines.dag.node import NodeContext, RunHandle, Tracker
 from pipelines.dag.plan import KEEP, NOT_SELECTED, RUN, SKIP, WAIT, Decision, Plan, decide
-from pipelines.dag.progress import Hub, LiveDisplay, PlainDisplay, clock
-from pipelines.dag.task import Outcome, adopt, execute, make_task, one_line
-from pipelines.ledger import Ledger
-from pipelines.tracking import RunHandle
+from pipelines.dag.progress import Display, Hub, clock
+from pipelines.dag.task import Outcome, Task, adopt, execute, failed
 
 EXECUTED, SKIPPED, FAILED, BLOCKED = "executed", "skipped", "failed", "blocked"
-MAX_CALLS = 1  # nodes a process serves: with one, its memory and its global state go when the node ends
+MAX_CALLS = 1  # nodes per process: with one, its memory and its global state are gone when the node ends
 _POLL_SEC = 0.5
-_LONGEST_WAIT_SEC = 300.0  # between two tries of a node
+_LONGEST_WAIT_SEC = 300.0  # before a retry
 _CANCEL_SEC = 1.0  # Ray kills a stopped job 3 s after SIGTERM, and there is more to do in that time
 
 
 class Stopped(KeyboardInterrupt):
-    """The start was told to end (SIGTERM), or lost its lock."""
+    """The launch received SIGTERM, or lost its lock."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +46,13 @@ class NodeReport:
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     mlflow_run_id: str | None = None  # of the run that made the output
-    error: str = ""  # failed: one line; blocked: what it waited for
-    mistaken: bool = False  # failed by a mistake of the user's, which `error` tells
+    error: str = ""  # failed: one line; blocked: which input is missing
+    is_user_error: bool = False  # failed because of the user's data or configuration, as `error` says
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """How a start ended."""
+    """How a launch ended."""
 
     nodes: Mapping[str, NodeReport]
 
@@ -71,22 +64,34 @@ class RunReport:
         return [name for name, node in self.nodes.items() if node.state == state]
 
 
+def shortfalls(plan: Plan, resources: Mapping[str, float]) -> list[str]:
+    """One line for each node that may run and needs more than `resources`."""
+    return [
+        f"{decision.node.name} needs {amount:g} {resource}, the cluster has {resources.get(resource, 0):g} {resource}"
+        for decision in plan.decisions
+        if decision.action in (RUN, WAIT)
+        for resource, amount in decision.node.total_cost.items()
+        if amount > resources.get(resource, 0) + 1e-9
+    ]
+
+
 def run(
     plan: Plan,
     *,
-    cluster: ClusterInfo,
-    ledger: Ledger,
-    display: PlainDisplay | LiveDisplay,
+    tracker: Tracker,
+    display: Display,
+    capacity: Mapping[str, float] | None,
+    git_commit: str = "unknown",
     lock: Lock | None = None,
 ) -> RunReport:
-    """Carries out a plan in the connected Ray session; the ledger's pipeline run must be open and is not closed here.
+    """Carries out a plan in the connected Ray session.
 
-    Raises UserError before anything starts if a node can never fit into the cluster. On KeyboardInterrupt and SIGTERM
-    it cancels the tasks, closes their MLflow runs as KILLED and raises on.
+    capacity: resources that nodes share while they run side by side; None submits every node that is ready, and Ray's
+    queue decides. The tracker's pipeline run must be open and is not closed here. On KeyboardInterrupt and SIGTERM the
+    tasks are cancelled, their tracked runs end as KILLED and the exception is raised again.
     """
-    check_fits(plan, cluster)
-    engine = _Engine(plan, cluster, ledger, display, lock)
-    with _sigterm_stops():
+    engine = _Engine(plan, tracker, display, capacity, git_commit, lock)
+    with _sigterm_raises():
         try:
             return engine.run()
         except BaseException:
@@ -96,24 +101,13 @@ def run(
             engine.hub.close()
 
 
-def check_fits(plan: Plan, cluster: ClusterInfo) -> None:
-    """Raises UserError if a node that is to run can never get what it takes."""
-    for decision in plan.decisions:
-        if decision.action in (RUN, WAIT):
-            node = decision.node
-            own = {"CPU": node.num_cpus, "GPU": node.num_gpus}
-            need = {name: max(own.get(name, 0), amount) for name, amount in node.total_cost.items()}
-            each = node.worker_cost if node.num_workers else own
-            cluster.check_fits(node.name, need, num_workers=max(node.num_workers, 1), each=each)
-
-
 @dataclass
 class _Running:
     decision: Decision
     handle: RunHandle
     attempt: str
     since: float
-    failures: int  # of the infrastructure, in this start, before this try
+    faults: int  # in this launch, before this try
 
 
 @dataclass(frozen=True)
@@ -122,38 +116,38 @@ class _Retry:
 
     decision: Decision
     handle: RunHandle
-    failures: int
+    faults: int
     due: float  # time.monotonic()
 
 
 class _Engine:
-    """State of one start."""
+    """State of one launch."""
 
     def __init__(
         self,
         plan: Plan,
-        cluster: ClusterInfo,
-        ledger: Ledger,
-        display: PlainDisplay | LiveDisplay,
+        tracker: Tracker,
+        display: Display,
+        capacity: Mapping[str, float] | None,
+        git_commit: str,
         lock: Lock | None,
     ) -> None:
         import ray
 
         self.ray = ray
-        self.plan, self.cluster, self.ledger, self.display, self.lock = plan, cluster, ledger, display, lock
+        self.plan, self.tracker, self.display, self.capacity = plan, tracker, display, capacity
+        self.git_commit, self.lock = git_commit, lock
         self.hub = Hub()
-        self.commit = git_commit()
         self.remote = ray.remote(max_retries=0, max_calls=MAX_CALLS)(execute)
-        self.running: dict[Any, _Running] = {}
+        self.running: dict[Any, _Running] = {}  # by Ray's reference
         self.retries: dict[str, _Retry] = {}
-        self.taken: dict[str, float] = {}
         self.reports: dict[str, NodeReport] = {}
-        self.outputs: dict[str, NodeOutput] = {}
+        self.made: dict[str, Success] = {}
 
     def run(self) -> RunReport:
         for decision in self.plan.decisions:
             if decision.action == NOT_SELECTED:
-                self._have(decision.node.name, decision.success, NOT_SELECTED)
+                self._finish(decision.node.name, decision.success, NOT_SELECTED)
         while len(self.reports) < len(self.plan.decisions):
             if self.lock is not None and self.lock.lost:
                 raise Stopped(f"another start took over {self.plan.store.uri}")
@@ -169,7 +163,7 @@ class _Engine:
         return RunReport({name: self.reports[name] for name in self.plan.names})
 
     def cancel(self) -> None:
-        """Ends all tasks (first asking, then killing their processes, with all they started)."""
+        """Ends all tasks: first asks them to, then kills their processes with all that they started."""
         for reference in self.running:
             with contextlib.suppress(Exception):
                 self.ray.cancel(reference, force=False)
@@ -179,194 +173,193 @@ class _Engine:
                 with contextlib.suppress(Exception):
                     self.ray.cancel(reference, force=True)
         for running in self.running.values():
-            self.ledger.finish(running.handle, "KILLED")
+            self.tracker.finish(running.handle, "KILLED")
             self.display.line(f"[{running.decision.node.name}] stopped; attempt {running.attempt} is unfinished")
-        self.running.clear()
         for retry in self.retries.values():
-            self.ledger.finish(retry.handle, "KILLED")
-        self.retries.clear()
+            self.tracker.finish(retry.handle, "KILLED")
 
     def _active(self) -> set[str]:
         return {running.decision.node.name for running in self.running.values()}
 
     def _advance(self, decision: Decision) -> None:
-        """Starts, skips or blocks a node if its time has come."""
+        """Starts, skips or blocks a node if that can be done now."""
         node = decision.node
         if node.name in self.reports or node.name in self._active():
             return
-        broken = [need for need in node.needs if self._is_broken(need)]
+        broken = [n for n in node.needs if n in self.reports and self.reports[n].state in (FAILED, BLOCKED)]
         if broken:
             self.reports[node.name] = NodeReport(BLOCKED, error=f"needs {broken[0]}")
             self.display.line(f"[{node.name}] not started: it needs {broken[0]}")
             return
         if decision.action == SKIP:
-            assert decision.success is not None
-            self._reuse(decision, decision.success)
+            self._reuse(decision)
             return
-        if any(need not in self.outputs for need in node.needs) or not self._fits(node):
+        if any(need not in self.made for need in node.needs):
             return
         if node.name in self.retries:
-            if time.monotonic() >= self.retries[node.name].due:
+            if time.monotonic() >= self.retries[node.name].due and self._has_room(decision):
                 retry = self.retries.pop(node.name)
-                self._submit(retry.decision, failures=retry.failures)
+                self._submit(retry.decision, faults=retry.faults)
             return
-        if decision.fingerprint is None:  # now the ids of what it is made from are known
-            why = decision.reason
-            upstream = {need: self.outputs[need].attempt for need in node.needs}
-            decision = decide(node, upstream, self.plan)
-            decision = decision if decision.action != RUN else replace(decision, reason=why)
+        if decision.fingerprint is None:  # now it is known what the node reads
+            decided = decide(node, {need: self.made[need] for need in node.needs}, self.plan)
+            if decided.action == SKIP:
+                self.display.line(f"[{node.name}] skipped: {decided.reason}")
+            elif decided.action == RUN and decision.action == RUN:
+                decided = replace(decided, reason=decision.reason)
+            decision = decided
         if decision.action == RUN:
-            self._submit(decision)
+            if self._has_room(decision):
+                self._submit(decision)
         elif decision.action == KEEP:
             self._keep(decision)
         else:
-            assert decision.success is not None
-            self._reuse(decision, decision.success)
+            self._reuse(decision)
 
-    def _is_broken(self, need: str) -> bool:
-        return need in self.reports and self.reports[need].state in (FAILED, BLOCKED)
+    def _has_room(self, decision: Decision) -> bool:
+        if self.capacity is None:
+            return True
+        taken: dict[str, float] = {}
+        for running in self.running.values():
+            for name, amount in running.decision.node.total_cost.items():
+                taken[name] = taken.get(name, 0) + amount
+        cost = decision.node.total_cost.items()
+        return all(taken.get(name, 0) + amount <= self.capacity.get(name, 0) + 1e-9 for name, amount in cost)
 
-    def _fits(self, node: Node) -> bool:
-        cost = node.total_cost.items()
-        return all(self.taken.get(name, 0) + amount <= self.cluster.budget(name) + 1e-9 for name, amount in cost)
-
-    def _submit(self, decision: Decision, *, failures: int = 0) -> None:
+    def _submit(self, decision: Decision, *, faults: int = 0) -> None:
         node, store = decision.node, self.plan.store
         assert decision.fingerprint is not None and decision.ingredients is not None
         attempt = decision.attempt or attempts.new_attempt_id(decision.known_attempts)
         folder = attempts.attempt_folder(node.name, decision.fingerprint, attempt)
-        before = _started(store, decision, decision.follows) if decision.follows else {}
-        starts = before.get("starts", [])
-        handle = self.ledger.start_node(
+        before: dict[str, Any] = {}
+        if decision.follows:
+            followed = attempts.attempt_folder(node.name, decision.fingerprint, decision.follows)
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                before = json.loads(store.read_bytes(posixpath.join(followed, attempts.STARTED)))
+        starts, now = before.get("starts", []), attempts.utc_now()
+        handle = self.tracker.start_node(
             node.name,
             tags=self._tags(decision, attempt),
             params=node.config,
             continue_id=before.get("mlflow_run_id"),
         )
-        now = attempts.utc_now()
         started = {
             "node": node.name,
             "started": before.get("started") or now,
             "starts": [*starts, now],
             "ingredients": decision.ingredients,
             "mlflow_run_id": handle.reference,
-            "lock": self.lock.token if self.lock is not None else None,  # whose work it is, whatever the clocks say
+            "lock": self.lock.token if self.lock is not None else None,  # tells whose work it is without any clock
         }
         store.write_bytes(posixpath.join(folder, attempts.STARTED), json.dumps(started, indent=1).encode())
-        task = make_task(
-            decision,
+        context = NodeContext[Any](
+            node=node.name,
+            fingerprint=decision.fingerprint,
             attempt=attempt,
-            store=store,
-            outputs=self.outputs,
+            config=node.config,
+            options=node.options,
+            inputs={need: self.made[need].output(store) for need in node.needs},
+            out=store.uri_of(folder),
             run=handle,
             progress=self.hub.reporter(node.name),
-            git_commit=self.commit,
+            fresh=decision.attempt is None,
             restarts=len(starts),
         )
+        upstream = {need: self.made[need].attempt for need in node.needs}
+        task = Task(store, node.function, context, upstream, decision.ingredients, self.git_commit)
         options = {"name": f"node:{node.name}", "num_cpus": node.num_cpus, "num_gpus": node.num_gpus}
         reference = self.remote.options(**options).remote(task)
-        self.running[reference] = _Running(decision, handle, attempt, time.monotonic(), failures)
-        for name, amount in node.total_cost.items():
-            self.taken[name] = self.taken.get(name, 0) + amount
+        self.running[reference] = _Running(decision, handle, attempt, time.monotonic(), faults)
         self.display.line(f"[{node.name}] starts: {decision.reason}")
 
     def _collect(self, reference: Any) -> None:
         running = self.running.pop(reference)
-        node = running.decision.node
-        for name, amount in node.total_cost.items():
-            self.taken[name] -= amount
+        node, store = running.decision.node, self.plan.store
         folder = attempts.attempt_folder(node.name, running.decision.fingerprint or "", running.attempt)
         try:
             outcome: Outcome = self.ray.get(reference)
-        except self.ray.exceptions.RayError as error:  # its process died: nobody else could write this down
-            with contextlib.suppress(OSError):
-                text = mask(f"{type(error).__name__}: {error}\n")
-                self.plan.store.write_text(posixpath.join(folder, attempts.ERROR), text)
-            outcome = Outcome(None, one_line(error), is_infrastructure(error))
+        except self.ray.exceptions.RayError as error:  # its process died and could not write error.txt itself
+            outcome = failed(store, folder, error, f"{type(error).__name__}: {error}\n")
         seconds = time.monotonic() - running.since
         self.display.end(node.name)
         if outcome.success is not None:
-            self.ledger.finish(running.handle, "FINISHED", metrics=outcome.success.metrics)
-            self._have(node.name, outcome.success, EXECUTED, seconds=seconds)
+            self.tracker.finish(running.handle, "FINISHED", metrics=outcome.success.metrics)
+            self._finish(node.name, outcome.success, EXECUTED, seconds=seconds)
             self.display.line(f"[{node.name}] done in {clock(seconds)}")
-            return
-        if outcome.lost and running.failures < node.max_failures:
-            self._try_again(running, outcome.error)
-            return
-        self.ledger.finish(running.handle, "FAILED")
-        uri = self.plan.store.uri_of(folder)
-        self.reports[node.name] = NodeReport(
-            FAILED, running.attempt, uri, {}, seconds, running.handle.run_id, outcome.error, outcome.mistaken
-        )
-        self.display.line(f"[{node.name}] FAILED after {clock(seconds)}: {outcome.error}")
-        self.display.line(f"[{node.name}] see {self.plan.store.uri_of(posixpath.join(folder, attempts.ERROR))}")
+        elif outcome.is_fault and running.faults < node.max_failures:
+            self._retry_later(running, outcome.error)
+        else:
+            self.tracker.finish(running.handle, "FAILED")
+            self.reports[node.name] = NodeReport(
+                state=FAILED,
+                attempt=running.attempt,
+                uri=store.uri_of(folder),
+                seconds=seconds,
+                mlflow_run_id=running.handle.run_id,
+                error=outcome.error,
+                is_user_error=outcome.is_user_error,
+            )
+            self.display.line(f"[{node.name}] FAILED after {clock(seconds)}: {outcome.error}")
+            self.display.line(f"[{node.name}] see {store.uri_of(posixpath.join(folder, attempts.ERROR))}")
 
-    def _try_again(self, running: _Running, error: str) -> None:
-        """Lets the node wait its time and go on: in the same attempt if it can, in the same MLflow run in any case."""
-        node, failures = running.decision.node, running.failures + 1
-        wait_sec = min(node.retry_wait_sec * 2 ** (failures - 1), _LONGEST_WAIT_SEC)
+    def _retry_later(self, running: _Running, error: str) -> None:
+        """The retry continues the same attempt if the node is resumable, and the same tracked run in any case."""
+        node, faults = running.decision.node, running.faults + 1
+        wait_sec = min(node.retry_wait_sec * 2 ** (faults - 1), _LONGEST_WAIT_SEC)
         decision = replace(
             running.decision,
-            reason=f"try {failures + 1} of {node.max_failures + 1}",
+            reason=f"try {faults + 1} of {node.max_failures + 1}",
             attempt=running.attempt if node.resumable else None,
             follows=running.attempt,
             known_attempts=(*running.decision.known_attempts, running.attempt),
         )
-        self.retries[node.name] = _Retry(decision, running.handle, failures, time.monotonic() + wait_sec)
-        self.display.line(f"[{node.name}] lost ({error}); starts again in {wait_sec:g} s")
+        self.retries[node.name] = _Retry(decision, running.handle, faults, time.monotonic() + wait_sec)
+        self.display.line(f"[{node.name}] lost ({error}); retries in {wait_sec:g} s")
 
     def _keep(self, decision: Decision) -> None:
         assert decision.success is not None and decision.fingerprint and decision.ingredients is not None
         parts = decision.ingredients
         why = fingerprint.explain(decision.success.ingredients, parts) or "nothing that can be named"
         record = adopt(self.plan.store, decision.success, fingerprint=decision.fingerprint, ingredients=parts, why=why)
-        self._reuse(decision, record)
+        self._reuse(replace(decision, success=record))
 
-    def _reuse(self, decision: Decision, success: Success) -> None:
+    def _reuse(self, decision: Decision) -> None:
+        success = decision.success
+        assert success is not None
         tags = self._tags(decision, success.attempt)
         if success.adopted:
             tags["adopted"] = success.adopted["in_spite_of"]
-        self.ledger.reuse_node(decision.node.name, tags=tags, reused_run=success.mlflow_run_id)
-        self._have(decision.node.name, success, SKIPPED)
+        self.tracker.reuse_node(decision.node.name, tags=tags, reused_run=success.mlflow_run_id)
+        self._finish(decision.node.name, success, SKIPPED)
 
-    def _have(self, name: str, success: Success | None, state: str, *, seconds: float = 0.0) -> None:
+    def _finish(self, name: str, success: Success | None, state: str, *, seconds: float = 0.0) -> None:
         if success is None:
             self.reports[name] = NodeReport(state)
             return
-        output = success.output(self.plan.store)
-        self.outputs[name] = output
-        self.reports[name] = NodeReport(
-            state, success.attempt, output.uri, output.metrics, seconds, success.mlflow_run_id
-        )
+        self.made[name] = success
+        uri = self.plan.store.uri_of(success.folder)
+        self.reports[name] = NodeReport(state, success.attempt, uri, success.metrics, seconds, success.mlflow_run_id)
 
     def _tags(self, decision: Decision, attempt: str) -> dict[str, str]:
         return {
             "stage": decision.node.name,
             "fingerprint": decision.fingerprint or "",
             "code_hash": fingerprint.code_hash(decision.ingredients) if decision.ingredients else "",
-            "git_commit": self.commit,
+            "git_commit": self.git_commit,
             "attempt": attempt,
             **decision.node.tags,
         }
 
 
-def _started(store: Store, decision: Decision, attempt: str) -> dict[str, Any]:
-    folder = attempts.attempt_folder(decision.node.name, decision.fingerprint or "", attempt)
-    try:
-        return json.loads(store.read_bytes(posixpath.join(folder, attempts.STARTED)))
-    except (FileNotFoundError, ValueError):
-        return {}
-
-
 @contextlib.contextmanager
-def _sigterm_stops() -> Iterator[None]:
+def _sigterm_raises() -> Iterator[None]:
     """Turns SIGTERM into an exception in the driver's main thread; elsewhere signals cannot be caught."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(*_: object) -> None:
-        raise Stopped("told to stop (SIGTERM)")
+        raise Stopped("received SIGTERM")
 
     before = signal.signal(signal.SIGTERM, stop)
     try:

@@ -1,75 +1,163 @@
-"""full_multidim.py --status: what lies in a run folder, node by node, and what the next start would do.
+"""What lies in a run folder: --status shows it node by node, --gc finds attempts that nothing needs any more.
 
-Reads storage and source files only; it may be asked at any time, also while a start is running.
+Both read storage and source files only, and may be used at any time, also while a launch is running.
+
+Garbage is every attempt but these: those that the present plan uses or would continue, every node's newest attempt and
+newest finished output (`--keep` may adopt it), and all that these were made from, unless another attempt that stays
+holds equal files. Files outside of attempts are left alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import posixpath
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
+from data_prep.files import Store
 from data_prep.lock import Lock, described
 from pipelines.dag import attempts
-from pipelines.dag.attempts import Attempt
-from pipelines.dag.plan import SKIP, Decision, Plan
-from pipelines.nodes.own_images import SAMPLE, SCORE
+from pipelines.dag.attempts import SUCCESS, Attempt, Success
+from pipelines.dag.plan import SKIP, WAIT, Decision, Plan
 
-UP_TO_DATE, OUTDATED, RUNNING, INTERRUPTED = "up to date", "outdated", "running", "interrupted"
-FINISHED = "finished"
-FAILED, DAMAGED, NOT_MADE = "failed", "damaged", "not made"
 COLUMNS = ("node", "state", "MLflow run", "fingerprint", "age", "next start")
 
 
 def lines(plan: Plan) -> list[str]:
-    """An aligned table: run, fingerprint and age are those of the output or the attempt that the state speaks of."""
+    """An aligned table: run, fingerprint and age are those of the output or the attempt that the state describes."""
     holder = Lock(plan.store).holder()
     rows = [COLUMNS, *(_row(decision, plan, holder) for decision in plan.decisions)]
-    rows += [row for node in (SAMPLE, SCORE) if (row := _row_of_own_images(node, plan, holder))]
-    wide = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    table = ["  ".join(cell.ljust(size) for cell, size in zip(row, wide, strict=True)).rstrip() for row in rows]
+    others = (node for node in node_names(plan.store) if node not in plan.names)
+    rows += [row for node in others if (row := _row_of_other(node, plan, holder))]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    table = ["  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in rows]
     return ([f"in use by {described(holder)}"] if holder else []) + table
 
 
-def is_running(attempt: Attempt, holder: Mapping[str, Any] | None) -> bool:
-    """Whether the start that holds the run folder has begun or continued this attempt, and not ended it."""
-    if holder is None or attempt.success is not None or attempt.failed:
-        return False
-    return attempt.started.get("lock") == holder.get("token", "")
+def node_names(store: Store) -> list[str]:
+    """Nodes that have attempts in the run folder, in the present configuration or not."""
+    return [posixpath.basename(entry.path) for entry in store.list("nodes") if entry.is_folder]
 
 
 def _row(decision: Decision, plan: Plan, holder: Mapping[str, Any] | None) -> tuple[str, ...]:
-    past = attempts.history(plan.store, decision.node.name)
-    newest = past[0] if past else None
-    if decision.action == SKIP and decision.success is not None:
-        success = decision.success
+    name, success = decision.node.name, decision.success
+    if decision.action == SKIP and success is not None:
         shown = (success.mlflow_run_id or "-", success.fingerprint, attempts.age(success.finished))
-        return (decision.node.name, UP_TO_DATE, *shown, "skips it")
-    if newest is None:
-        return (decision.node.name, NOT_MADE, "-", "-", "-", f"runs it: {decision.reason}")
-    state, *shown = _newest(newest, plan, holder, finished=OUTDATED)
-    return (decision.node.name, state, *shown, "-" if state == RUNNING else f"runs it: {decision.reason}")
+        return (name, "up to date", *shown, "skips it")
+    past = attempts.history(plan.store, name)
+    if not past:
+        return (name, "not made", "-", "-", "-", f"runs it: {decision.reason}")
+    waits = decision.action == WAIT  # its output may turn out to be up to date
+    row = _newest(past[0], plan.store, holder, finished="waits" if waits else "outdated")
+    return (name, *row, "-" if row[0] == "running" else f"runs it{' ' if waits else ': '}{decision.reason}")
 
 
-def _row_of_own_images(node: str, plan: Plan, holder: Mapping[str, Any] | None) -> tuple[str, ...] | None:
-    """A node that only a start with images=... has; None while it has no attempt."""
+def _row_of_other(node: str, plan: Plan, holder: Mapping[str, Any] | None) -> tuple[str, ...] | None:
+    """A node that the plan does not have, such as one of the user's own images; None if it has no attempt."""
     past = attempts.history(plan.store, node)
     if not past:
         return None
-    present = {decision.node.name: decision.output_id for decision in plan.decisions}
-    upstream = past[0].success.upstream if past[0].success is not None else {}
-    of_others = any(present.get(above) != output for above, output in upstream.items())
-    return (node, *_newest(past[0], plan, holder, finished=OUTDATED if of_others else FINISHED), "only with images=...")
+    current = {decision.node.name: decision.success for decision in plan.decisions}
+    read = past[0].ingredients.get("upstream", {})
+    stale = any(above in current and not _equals(current[above], read[above]) for above in read)
+    row = _newest(past[0], plan.store, holder, finished="outdated" if stale else "finished")
+    return (node, *row, "not in this plan")
+
+
+def _equals(success: Success | None, read: Any) -> bool:
+    """Whether an output holds what a node has read: {"reads": patterns, "content": digest}."""
+    if success is None or not isinstance(read, Mapping):
+        return False
+    return attempts.content(success, read["reads"]) == read["content"]
 
 
 def _newest(
-    attempt: Attempt, plan: Plan, holder: Mapping[str, Any] | None, *, finished: str
+    attempt: Attempt, store: Store, holder: Mapping[str, Any] | None, *, finished: str
 ) -> tuple[str, str, str, str]:
     """State, MLflow run, fingerprint and age; `finished`: the state of intact output."""
     if attempt.success is not None:
-        state = DAMAGED if attempts.problems(plan.store, attempt.success) else finished
+        state = "damaged" if attempts.problems(store, attempt.success) else finished
         when, run_id = attempt.success.finished, attempt.success.mlflow_run_id
     else:
-        state = RUNNING if is_running(attempt, holder) else FAILED if attempt.failed else INTERRUPTED
-        state = DAMAGED if attempt.damage else state
+        # Running, if the launch that holds the run folder's lock has started or continued it and not ended it.
+        is_running = holder is not None and attempt.started.get("lock") == holder.get("token", "")
+        state = "failed" if attempt.failed else "running" if is_running else "interrupted"
+        state = "damaged" if attempt.damage else state
         when, run_id = (attempt.starts or [""])[-1], attempt.started.get("mlflow_run_id")
     return state, run_id or "-", attempt.fingerprint, attempts.age(when)
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """An attempt that nothing refers to."""
+
+    attempt: Attempt
+    bytes: int
+    num_files: int
+
+    @property
+    def line(self) -> str:
+        a = self.attempt
+        state = "finished" if a.success else "damaged" if a.damage else "failed" if a.failed else "interrupted"
+        when = a.success.finished if a.success else (a.starts or [""])[-1]
+        return f"{a.node}  {a.fingerprint}/{a.attempt}  {state}, {attempts.age(when)}  {self.bytes:,} bytes"
+
+
+def find_garbage(plan: Plan, *, holder: Mapping[str, Any] | None = None) -> list[Garbage]:
+    """holder: of the run folder's lock; nothing is listed that is as new as its start."""
+    store = plan.store
+    past = {node: attempts.history(store, node) for node in node_names(store)}
+    kept = _kept(plan, past)
+    since = None if holder is None else datetime.fromtimestamp(int(holder.get("since", 0.0)), tz=UTC)
+    found = []
+    for attempt in itertools.chain.from_iterable(past.values()):
+        if attempt.folder not in kept and not (since is not None and _last_start(attempt) >= since):
+            files = store.walk(attempt.folder)
+            found.append(Garbage(attempt, sum(file.bytes for file in files), len(files)))
+    return found
+
+
+def delete(store: Store, garbage: Iterable[Garbage]) -> None:
+    """Call it only while holding the run folder's lock."""
+    for each in garbage:
+        folder = each.attempt.folder
+        store.delete(posixpath.join(folder, SUCCESS))  # first: what is half deleted must not look finished
+        store.delete(folder)
+        for above in (posixpath.dirname(folder), posixpath.dirname(posixpath.dirname(folder))):
+            if store.exists(above) and not store.list(above):
+                store.delete(above)
+
+
+def _kept(plan: Plan, past: Mapping[str, list[Attempt]]) -> set[str]:
+    """Folders of all attempts that must stay."""
+    queue: deque[tuple[str, str]] = deque()  # (node, attempt id)
+    for decision in plan.decisions:
+        used = (decision.success.attempt if decision.success else None, decision.attempt, decision.follows)
+        queue += [(decision.node.name, attempt) for attempt in used if attempt is not None]
+    for node, found in past.items():
+        queue += [(node, attempt.attempt) for attempt in found[:1]]
+        intact = (a for a in found if a.success is not None and not attempts.problems(plan.store, a.success))
+        queue += [(node, attempt.attempt) for attempt in itertools.islice(intact, 1)]
+    kept: set[str] = set()
+    seen: set[tuple[str, str]] = set()
+    while queue:
+        pair = queue.popleft()
+        if pair in seen:
+            continue
+        seen.add(pair)
+        for attempt in past.get(pair[0], ()):
+            if attempt.attempt != pair[1]:  # the original and its adoptions share the id
+                continue
+            kept.add(attempt.folder)
+            for above, made_from in attempt.success.upstream.items() if attempt.success else ():
+                read = attempt.ingredients.get("upstream", {}).get(above)
+                if not any(_equals(a.success, read) for a in past.get(above, ()) if a.folder in kept):
+                    queue.append((above, made_from))
+    return kept
+
+
+def _last_start(attempt: Attempt) -> datetime:
+    return max([attempts.time_of(attempt.attempt), *(datetime.fromisoformat(moment) for moment in attempt.starts)])

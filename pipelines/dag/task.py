@@ -1,4 +1,7 @@
-"""What happens inside a node's Ray task: call its function, keep its log, seal its outputs with _SUCCESS.json."""
+"""What happens inside a node's Ray task: it calls the function, keeps a log, and seals the outputs with _SUCCESS.json.
+
+It also tells faults of the infrastructure, after which a node is retried, from failures of the node's own code.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +10,49 @@ import dataclasses
 import importlib
 import logging
 import posixpath
+import re
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from data_prep.files import Store, UserError
-from pipelines import tracking
+from data_prep.files import Store, UserError, is_transient
 from pipelines.dag import attempts
 from pipelines.dag.attempts import Success
-from pipelines.dag.faults import is_infrastructure, root_cause
 from pipelines.dag.masking import Masked, mask
-from pipelines.dag.node import NodeContext, NodeOutput, NodeResult
+from pipelines.dag.node import NodeContext, NodeResult
 
-if TYPE_CHECKING:
-    from pipelines.dag.plan import Decision
-    from pipelines.dag.progress import Reporter
-    from pipelines.tracking import RunHandle
+_INFRASTRUCTURE = {  # of ray.exceptions: a process, a machine or what Ray kept there is gone
+    "WorkerCrashedError",
+    "NodeDiedError",
+    "OutOfMemoryError",
+    "RayActorError",
+    "ObjectLostError",
+    "LocalRayletDiedError",
+    "RaySystemError",
+    "RpcError",
+    "TaskPlacementGroupRemoved",
+    "ActorPlacementGroupRemoved",
+    "WorkerHealthCheckTimeoutError",  # from here on of Ray Train
+    "WorkerGroupStartupFailedError",
+    "WorkerGroupStartupTimeoutError",
+    "PreemptionError",
+}
+# When one training worker ends, for whatever reason, the others fail in the middle of communicating with it.
+_PEER_GONE = re.compile(r"gloo/transport|connection (closed|reset) by peer|nccl|broken pipe", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Task:
-    """Everything the worker needs. Picklable."""
+    """Everything that the worker needs. Picklable."""
 
     store: Store
     function: str
-    context: NodeContext
-    upstream: Mapping[str, str]
+    context: NodeContext[Any]
+    upstream: Mapping[str, str]  # node -> attempt
     ingredients: Mapping[str, Any]
     git_commit: str
 
@@ -45,72 +61,42 @@ class Task:
         return attempts.attempt_folder(self.context.node, self.context.fingerprint, self.context.attempt)
 
 
-def make_task(
-    decision: Decision,
-    *,
-    attempt: str,
-    store: Store,
-    outputs: Mapping[str, NodeOutput],
-    run: RunHandle,
-    progress: Reporter,
-    git_commit: str,
-    restarts: int = 0,
-) -> Task:
-    """The task of a node that is to run. outputs: of all nodes so far; restarts: earlier starts of this attempt."""
-    node = decision.node
-    assert decision.fingerprint is not None and decision.ingredients is not None
-    context = NodeContext(
-        node=node.name,
-        fingerprint=decision.fingerprint,
-        attempt=attempt,
-        config=node.config,
-        options=node.options,
-        inputs={need: outputs[need] for need in node.needs},
-        out=store.uri_of(attempts.attempt_folder(node.name, decision.fingerprint, attempt)),
-        run=run,
-        progress=progress,
-        fresh=decision.attempt is None,
-        restarts=restarts,
-    )
-    upstream = {need: outputs[need].attempt for need in node.needs}
-    return Task(store, node.function, context, upstream, decision.ingredients, git_commit)
-
-
 @dataclass(frozen=True)
 class Outcome:
-    """What the driver gets back: exactly one of the two."""
+    """What the driver gets back: a success, or else an error."""
 
     success: Success | None
     error: str = ""  # one line
-    lost: bool = False  # to a fault of the infrastructure: it may be tried again
-    mistaken: bool = False  # a UserError: the user's data or configuration, not the program
+    is_fault: bool = False  # of the infrastructure: the node may be retried
+    is_user_error: bool = False  # the user's data or configuration is wrong, not the program
 
 
 def execute(task: Task) -> Outcome:
-    """Runs a node to its _SUCCESS.json, or leaves error.txt. Raises only when cancelled, or when storage is away."""
-    store, started = task.store, attempts.utc_now()
+    """Runs a node to its _SUCCESS.json, or leaves error.txt. Raises only when cancelled, or when storage is down."""
+    store, context, started = task.store, task.context, attempts.utc_now()
     local = store.local(task.folder)
     if local is not None:
         local.mkdir(parents=True, exist_ok=True)
     store.delete(posixpath.join(task.folder, attempts.ERROR))
     with kept_log(store, posixpath.join(task.folder, attempts.LOG)):
         try:
-            if task.context.restarts:
-                with task.context.run.open() as run:
-                    run.set_tags({"restarts": str(task.context.restarts)})
-            result = _function(task.function)(task.context)
+            if context.restarts:
+                with context.run.open() as run:
+                    run.set_tags({"restarts": str(context.restarts)})
+            module, _, function = task.function.partition(":")
+            result = getattr(importlib.import_module(module), function)(context)
             assert isinstance(result, NodeResult), f"{task.function} returned {type(result).__name__}, not a NodeResult"
             outputs = attempts.measure(store, task.folder, result.outputs, result.sha256)
         except Exception as error:
             text = traceback.format_exc()
             print(text, file=sys.stderr)
-            return _failed(task, error, text)
+            return failed(store, task.folder, error, text)
         finally:
-            tracking.flush_open_runs()
+            context.run.close_open_runs()
     success = Success(
-        node=task.context.node,
-        fingerprint=task.context.fingerprint,
-        attempt=task.context.attempt,
+        node=context.node,
+        fingerprint=context.fingerprint,
+        attempt=context.attempt,
         started=started,
         finished=attempts.utc_now(),
         outputs=outputs,
@@ -118,24 +104,26 @@ def execute(task: Task) -> Outcome:
         upstream=dict(task.upstream),
         ingredients=dict(task.ingredients),
         metrics={key: float(value) for key, value in result.metrics.items()},
-        mlflow_run_id=task.context.run.known().run_id,
+        mlflow_run_id=context.run.known().run_id,
         git_commit=task.git_commit,
     )
     store.write_bytes(posixpath.join(task.folder, attempts.SUCCESS), success.to_bytes())
     return Outcome(success)
 
 
+def failed(store: Store, folder: str, error: BaseException, text: str) -> Outcome:
+    """Writes error.txt and says what kind of failure it was."""
+    is_fault = is_infrastructure_fault(error)
+    with contextlib.suppress(OSError) if is_fault else contextlib.nullcontext():  # storage itself may be down
+        store.write_text(posixpath.join(folder, attempts.ERROR), mask(text))
+    return Outcome(None, one_line(error), is_fault, is_user_error=isinstance(root_cause(error), UserError))
+
+
 def adopt(store: Store, kept: Success, *, fingerprint: str, ingredients: Mapping[str, Any], why: str) -> Success:
     """Writes a _SUCCESS.json that makes an older output the current one; the output keeps its id and its place."""
     made_by = kept.adopted["fingerprint"] if kept.adopted else kept.fingerprint
     adopted = {"fingerprint": made_by, "when": attempts.utc_now(), "in_spite_of": why}
-    record = dataclasses.replace(
-        kept,
-        fingerprint=fingerprint,
-        ingredients=dict(ingredients),
-        upstream=dict(ingredients["upstream"]),
-        adopted=adopted,
-    )
+    record = dataclasses.replace(kept, fingerprint=fingerprint, ingredients=dict(ingredients), adopted=adopted)
     folder = attempts.attempt_folder(kept.node, fingerprint, kept.attempt)
     store.write_bytes(posixpath.join(folder, attempts.SUCCESS), record.to_bytes())
     return record
@@ -150,10 +138,13 @@ def kept_log(store: Store, file: str) -> Iterator[None]:
             local = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log.txt"
             if store.exists(file):
                 store.download(file, local)
-            stack.callback(lambda: store.upload(local, file))
+            stack.callback(store.upload, local, file)
         stream = Masked(stack.enter_context(local.open("a", encoding="utf-8", errors="replace", buffering=1)))
-        stack.enter_context(contextlib.redirect_stdout(_Tee(stream, sys.stdout)))
-        stack.enter_context(contextlib.redirect_stderr(_Tee(stream, sys.stderr)))
+        for redirect, original in (
+            (contextlib.redirect_stdout, sys.stdout),
+            (contextlib.redirect_stderr, sys.stderr),
+        ):
+            stack.enter_context(redirect(_Tee(stream, original)))
         handler = logging.StreamHandler(stream)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root, level = logging.getLogger(), logging.getLogger().level
@@ -166,9 +157,9 @@ def kept_log(store: Store, file: str) -> Iterator[None]:
 
 
 class _Tee:
-    """Writes to a file and to what was there before; everything else is the old stream's."""
+    """Writes to a file and to the stream that was there before; everything else is that stream's."""
 
-    def __init__(self, file: IO[str], stream: IO[str]) -> None:
+    def __init__(self, file: Any, stream: IO[str]) -> None:
         self._file, self._stream = file, stream
 
     def write(self, text: str) -> int:
@@ -181,22 +172,60 @@ class _Tee:
         return getattr(self._stream, name)
 
 
-def _function(name: str) -> Any:
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
+def is_infrastructure_fault(error: BaseException) -> bool:
+    """Whether a node may succeed if it is simply started again.
+
+    Ray's and Ray Train's wrappers are opened; a Python exception that the node's code made of another one counts as it
+    stands. When several workers failed, one fault of the infrastructure is enough: the other failures follow from it.
+    A lost connection to another worker says only that that worker ended, so it counts as a fault of the infrastructure
+    if no worker has an error of its own.
+    """
+    parts = list(_parts(error))
+    if any("UserCodeException" in _kinds(part) for part in parts):  # Ray Data's: only the text of its cause travels
+        parts.append(OSError(str(error)))
+    return any(_is_fault(part) for part in parts) or all(_has_lost_peer(part) for part in parts)
 
 
-def _failed(task: Task, error: BaseException, text: str) -> Outcome:
-    lost = is_infrastructure(error)
-    with contextlib.suppress(OSError) if lost else contextlib.nullcontext():  # it may be storage that is away
-        task.store.write_text(posixpath.join(task.folder, attempts.ERROR), mask(text))
-    return Outcome(None, one_line(error), lost, mistaken=isinstance(root_cause(error), UserError))
+def root_cause(error: BaseException) -> BaseException:
+    """The error to show to people: the first that Ray wrapped; faults of the infrastructure come before other errors,
+    and other errors before a lost connection to another worker."""
+    parts = list(_parts(error))
+    own = (part for part in parts if not _has_lost_peer(part))
+    return next((part for part in parts if _is_fault(part)), next(own, parts[0]))
 
 
 def one_line(error: BaseException) -> str:
-    """The error as the plan's lines and the summary show it; a UserError speaks for itself. Without secrets."""
+    """The error as the progress lines and the summary show it, without secrets; a UserError speaks for itself."""
     error = root_cause(error)
     message = mask(next((line.strip() for line in str(error).splitlines() if line.strip()), ""))
     if isinstance(error, UserError):
         return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _parts(error: BaseException) -> Iterator[BaseException]:
+    """What Ray wrapped, at any depth, or else the error itself."""
+    inner = [getattr(error, name, None) for name in ("controller_failure", "health_check_failure")]
+    if hasattr(error, "as_instanceof_cause"):  # RayTaskError
+        inner.append(getattr(error, "cause", None))
+    inner += (getattr(error, "worker_failures", None) or {}).values()
+    if "UserCodeException" in _kinds(error):
+        inner.append(error.__cause__)
+    wrapped = [part for part in inner if isinstance(part, BaseException) and part is not error]
+    if not wrapped:
+        yield error
+    for part in wrapped:
+        yield from _parts(part)
+
+
+def _is_fault(error: BaseException) -> bool:
+    return not _kinds(error).isdisjoint(_INFRASTRUCTURE) or is_transient(error)
+
+
+def _has_lost_peer(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and _PEER_GONE.search(str(error)) is not None
+
+
+def _kinds(error: BaseException) -> set[str]:
+    """Names of its class and their bases: Ray need not be imported to look at an error."""
+    return {kind.__name__ for kind in type(error).__mro__}

@@ -30,6 +30,7 @@ from data_prep.files import Store, UserError
 from data_prep.ingest import collate, train_stream
 from data_prep.order import draws
 from data_prep.parquet import open_dataset
+from pipelines import ray_compat
 from pipelines.dag.node import NodeContext
 from pipelines.nodes.parallel import make_forward, micro_batch_size, sum_over_workers
 from spn.bitdepth import stage_values
@@ -44,7 +45,6 @@ if TYPE_CHECKING:  # types only: rules of the configuration do not change what i
     from pipelines.config import NodeResources
     from pipelines.nodes.training_samples import TrainingSamples
 
-SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's record of committed checkpoints
 HISTORY = "history.json"  # beside each checkpoint: all that was logged up to it
 TRAINING_SAMPLES = "training_samples"  # key of the grids in MLflow
 
@@ -149,11 +149,8 @@ def fit_stage(context: NodeContext, *, dataset: str) -> Fitted:
 
 def committed_step(store: Store, name: str) -> int:
     """Optimiser steps behind the last checkpoint that Ray Train has committed under this run name; 0 without one."""
-    path = posixpath.join(name, SNAPSHOT)
-    if not store.exists(path):
-        return 0
-    latest = json.loads(store.read_bytes(path))["latest_checkpoint_result"]
-    return 0 if latest is None else step_of(latest["checkpoint_dir_name"])
+    checkpoint = ray_compat.committed_checkpoint(store, name)
+    return 0 if checkpoint is None else step_of(checkpoint)
 
 
 def rows_to_read(train: TrainConfig, step: int) -> tuple[int, int]:

@@ -6,9 +6,7 @@ python -m pytest tests/pipelines/test_cli.py
 from __future__ import annotations
 
 import functools
-import importlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,7 +22,6 @@ from pipelines import (
     cluster,
     evaluate,
     full_multidim,
-    interruption,
     pipeline,
     prepare_data,
     sample,
@@ -32,7 +29,7 @@ from pipelines import (
     train_stage,
 )
 from pipelines.config import node_names, stage_names
-from pipelines.dag import plan
+from pipelines.dag.fingerprint import Sources
 from pipelines.dag.node import Node
 from pipelines.dag.run import NodeReport, RunReport
 from pipelines.loading import load
@@ -92,7 +89,7 @@ REFUSED = {
         "sample",
         "--only",
         "report",
-    ): "--from sample runs all that hangs on this node, --only leaves nodes out; use --rerun with --only",
+    ): "--from sample runs all nodes downstream, --only leaves nodes out; use --rerun with --only",
     ("--status", "--gc"): "--status and --gc exclude each other",
     ("--gc", "--dry-run"): "--gc and --dry-run exclude each other",
     ("--status", "--only", "sample"): "--only sample: --status looks at all nodes; leave it out",
@@ -356,54 +353,7 @@ def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: p
 
     monkeypatch.setattr(cli, "start", interrupt)
     assert full_multidim.main(["--config", "debug"]) == 130
-    assert capsys.readouterr().err == "interrupted; the same command goes on from here\n"
-
-
-INTERRUPTED_IMPORT = """
-import os, signal, sys
-
-class Interrupts:
-    def find_spec(name, path=None, target=None):
-        if name == os.environ["INTERRUPT_AT"]:
-            os.kill(os.getpid(), signal.SIGINT)
-
-sys.meta_path.insert(0, Interrupts)
-"""
-IMPORTS = [(script, "pipelines.cli") for script in SCRIPTS]  # the first import of weight; those within it; a later one
-IMPORTS += [("full_multidim", name) for name in ("omegaconf", "numpy", "torch.nn", "pipelines.start")]
-IMPORTS += [("full_multidim", "pipelines.pipeline")]
-
-
-def interrupted_import(script: str, module: str, tmp_path: Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs a script that gets SIGINT when it begins to import the module."""
-    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED_IMPORT)
-    arguments = ["--config", "debug", f"storage={tmp_path / 'runs'}", "--dry-run"]
-    return subprocess.run(
-        [sys.executable, str(ROOT / "pipelines" / f"{script}.py"), *arguments],
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "INTERRUPT_AT": module},
-        capture_output=True,
-        text=True,
-        **options,
-    )
-
-
-@pytest.mark.parametrize(("script", "module"), IMPORTS, ids=[" ".join(pair) for pair in IMPORTS])
-def test_an_interrupt_during_imports_is_no_traceback(script: str, module: str, tmp_path: Path) -> None:
-    done = interrupted_import(script, module, tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{interruption.LINE}\n")
-
-
-def test_what_was_started_to_ignore_interrupts_does_so_during_imports(tmp_path: Path) -> None:
-    done = interrupted_import(
-        "full_multidim", "torch.nn", tmp_path, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)
-    )
-    assert (done.returncode, done.stderr) == (0, "") and "prepare_data" in done.stdout
-
-
-def test_importing_a_command_leaves_interrupts_alone() -> None:
-    for script in SCRIPTS:
-        importlib.reload(importlib.import_module(f"pipelines.{script}"))
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert capsys.readouterr().err == "interrupted; the same command resumes from here\n"
 
 
 def test_a_mistake_stays_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -418,7 +368,7 @@ def test_a_mistake_stays_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_mistake_that_only_a_node_could_find_is_one_too(others: str, tmp_path: Path) -> None:
     """Where another node failed of itself, that is what the command ends with."""
     nodes = {
-        "a": NodeReport("failed", error="data.root: it is cut off", mistaken=True),
+        "a": NodeReport("failed", error="data.root: it is cut off", is_user_error=True),
         "b": NodeReport(others, error="needs a"),
         "c": NodeReport("executed"),
     }
@@ -453,8 +403,7 @@ def test_exit_codes_of_a_start(
         Node("third", "toy.nodes:write", needs=("second",)),
     ]
     monkeypatch.setattr(pipeline, "nodes", lambda config, **_: nodes)
-    toy_plan = functools.partial(plan.plan, packages=("toy",), root=TOYS)
-    monkeypatch.setattr(start.dag, "plan", toy_plan)
+    monkeypatch.setattr(start, "SOURCES", Sources(TOYS, ("toy",)))
     monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo("embedded", {"CPU": 2.0}))
     monkeypatch.setattr(cluster, "disconnect", lambda: None)
 

@@ -96,7 +96,7 @@ def test_a_source_that_cannot_be_built_from_is_a_mistake_told_in_one_line(
     assert str(mistake.value).startswith(message) and "\n" not in str(mistake.value)
     task = Task(open_store(tmp_path), "pipelines.nodes.prepare_data:run", context, {}, {}, "unknown")
     outcome = execute(task)
-    assert outcome.mistaken and outcome.error == str(mistake.value) and not outcome.lost
+    assert outcome.is_user_error and outcome.error == str(mistake.value) and not outcome.is_fault
 
 
 @pytest.mark.parametrize(
@@ -115,4 +115,4 @@ def test_what_is_not_the_users_mistake_is_not_told_as_one(
     monkeypatch.setattr("data_prep.sources.base.open_store" if lost else "data_prep.build.make_plan", fails)
     task = Task(open_store(tmp_path), "pipelines.nodes.prepare_data:run", context_of(tmp_path), {}, {}, "unknown")
     outcome = execute(task)
-    assert (outcome.mistaken, outcome.lost) == (False, lost) and str(error) in outcome.error
+    assert (outcome.is_user_error, outcome.is_fault) == (False, lost) and str(error) in outcome.error

@@ -1,4 +1,7 @@
-"""Fingerprints: what counts as a change, and how it is said.  python -m pytest tests/pipelines/test_fingerprint.py"""
+"""Fingerprints: what counts as a change, and how it is said.
+
+python -m pytest tests/pipelines/dag/test_fingerprint.py
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,16 @@ from typing import Any
 
 import pytest
 
-from pipelines.dag.fingerprint import canonical, code_hashes, digest, explain, fingerprint, flatten, ingredients
+from pipelines.dag.fingerprint import (
+    Sources,
+    canonical,
+    code_hashes,
+    digest,
+    explain,
+    fingerprint,
+    flatten,
+    ingredients,
+)
 
 
 class Colour(Enum):
@@ -27,6 +39,9 @@ class Outer:
     inner: Inner = field(default_factory=Inner)
     path: Path = Path("a/b")
     rates: dict[str, float] = field(default_factory=lambda: {"b": 2.0, "a": 1e-4})
+
+
+READ = {"reads": ["*"], "content": "1"}
 
 
 def parts(**changes: Any) -> dict[str, Any]:
@@ -82,8 +97,8 @@ def package(root: Path, *, folders: dict[str, str] | None = None, **files: str) 
     return root
 
 
-def hashes(root: Path, module: str = "toy.main") -> dict[str, str]:
-    return code_hashes(module, packages=("toy",), root=root)
+def hashes(root: Path, module: str = "toy.main", *, not_semantic: tuple[str, ...] = ()) -> dict[str, str]:
+    return code_hashes([module], Sources(root, ("toy",), frozenset(not_semantic)))
 
 
 def test_all_ways_to_import_are_followed(tmp_path: Path) -> None:
@@ -144,14 +159,15 @@ def test_meaning_matters(tmp_path: Path, other: str) -> None:
 
 def test_a_module_outside_the_packages_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="os is in none of"):
-        code_hashes("os", packages=("toy",), root=tmp_path)
+        hashes(tmp_path, "os")
     with pytest.raises(ValueError, match="has no source file"):
-        code_hashes("toy.missing", packages=("toy",), root=package(tmp_path))
+        hashes(package(tmp_path), "toy.missing")
 
 
-def test_node_functions_do_not_depend_on_the_engine() -> None:
-    engine = {f"pipelines.dag.{name}" for name in ("run", "plan", "progress", "task")} | {"pipelines.tracking"}
-    assert not engine & set(code_hashes("pipelines.dag.node"))
+def test_a_module_that_decides_nothing_counts_neither_itself_nor_through_its_imports(tmp_path: Path) -> None:
+    package(tmp_path, main="import toy.log, toy.deep", log="import toy.text, toy.deep", text="", deep="")
+    assert list(hashes(tmp_path)) == ["toy", "toy.deep", "toy.log", "toy.main", "toy.text"]
+    assert list(hashes(tmp_path, not_semantic=("toy.log",))) == ["toy", "toy.deep", "toy.main"]
 
 
 @pytest.mark.parametrize(
@@ -161,9 +177,9 @@ def test_node_functions_do_not_depend_on_the_engine() -> None:
         ({"config": {"train": {"num_steps": 200}}}, "config changed: train.num_steps 100 -> 200"),
         ({"config": {}}, "config changed: train.num_steps is gone"),
         ({"code": {"toy": "1", "toy.model": "2"}}, "code changed: toy.model"),
-        ({"upstream": {"prepare": "t2"}}, "new output of prepare"),
-        ({"upstream": {"prepare": "t1", "other": "t1"}}, "reads other too"),
-        ({"upstream": {"other": "t1"}}, "reads other too; reads prepare no more"),
+        ({"upstream": {"prepare": READ | {"content": "2"}}}, "new output of prepare"),
+        ({"upstream": {"prepare": READ, "other": READ}}, "now also reads other"),
+        ({"upstream": {"other": READ}}, "now also reads other; no longer reads prepare"),
         ({"source": "other"}, "source files changed"),
         ({"function": "toy.nodes:other"}, "function changed: toy.nodes:write -> toy.nodes:other"),
         ({"source": "other", "code": {}}, "code changed: toy; source files changed"),
@@ -171,7 +187,7 @@ def test_node_functions_do_not_depend_on_the_engine() -> None:
     ],
 )
 def test_changes_are_said_in_words_and_change_the_fingerprint(changes: dict[str, Any], words: str) -> None:
-    base = {"config": {"train": {"num_steps": 100}}, "upstream": {"prepare": "t1"}}
+    base = {"config": {"train": {"num_steps": 100}}, "upstream": {"prepare": READ}}
     old, new = parts(**base), parts(**{**base, **changes})
     assert explain(old, new).endswith(words)
     assert (fingerprint(old) == fingerprint(new)) == (not changes) == (explain(old, new) == "")

@@ -25,6 +25,21 @@ def write(context: NodeContext) -> NodeResult:
     return NodeResult({"value": "value.txt"}, {"value": 2.0, "length": float(len(seen))})
 
 
+def stamp(context: NodeContext) -> NodeResult:
+    """Like write, but no two attempts make equal files."""
+    result = write(context)
+    with Path(context.out, "value.txt").open("a") as file:
+        file.write(context.attempt)
+    return result
+
+
+def curve(context: NodeContext) -> NodeResult:
+    """A value that every attempt makes alike, and beside it a file that none does."""
+    result = write(context)
+    Path(context.out, "curve.txt").write_text(context.attempt)
+    return NodeResult({**result.outputs, "curve": "curve.txt"})
+
+
 def fail_while(context: NodeContext) -> NodeResult:
     """Fails as long as the file options["broken"] exists."""
     if Path(context.options["broken"]).exists():

@@ -1,4 +1,7 @@
-"""Progress: rates, time left, and lines that do not flood a log.  python -m pytest tests/pipelines/test_progress.py"""
+"""Progress: rates, time left, and lines that do not flood a log.
+
+python -m pytest tests/pipelines/dag/test_progress.py
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipelines.dag import progress
-from pipelines.dag.progress import Meter, PlainDisplay, Reporter, Update, clock, line_of
+from pipelines.dag.progress import Display, Reporter, Update, clock
 
 
 class FakeHub:
@@ -79,35 +82,31 @@ def test_a_reporter_names_its_part_wherever_it_travels() -> None:
     assert (part.node, part.name) == ("sample", "chunk 1")
 
 
-def test_rate_and_time_left_come_from_the_newest_updates() -> None:
-    meter = Meter()
-    assert meter.rate is None and meter.left_sec(100) is None
-    for second in range(100):
-        meter.add(second if second < 50 else 50 + 10 * (second - 50), float(second))
-    assert meter.rate == pytest.approx(10, rel=0.01)
-    assert meter.left_sec(640) == pytest.approx(10, rel=0.01)
+def shown(updates: list[Update], *, every_sec: float = 1.0) -> list[str]:
+    """Lines of a display without a terminal that gets one update after another."""
+    stream, now = io.StringIO(), Clock()
+    display = Display(stream, now=now)
+    for update in updates:
+        display.show({"a": update})
+        now.time += every_sec
+    return stream.getvalue().splitlines()
 
 
-def test_going_back_to_a_checkpoint_starts_a_new_rate() -> None:
-    meter = Meter()
-    meter.add(100, 0.0)
-    meter.add(200, 1.0)
-    meter.add(150, 2.0)
-    assert meter.rate is None
-    meter.add(160, 3.0)
-    assert meter.rate == pytest.approx(10)
+def test_speed_and_time_left_are_those_of_the_last_minute() -> None:
+    slow, fast = range(0, 100), range(100, 1401, 10)
+    last = shown([Update(done, 2000) for done in (*slow, *fast)])[-1]
+    assert last == "[a] 1_400/2_000 images  10.0 images/s  1:00 left"
 
 
 def test_a_line_has_place_rate_time_left_and_note() -> None:
-    meter = Meter()
-    meter.add(100, 0.0)
-    meter.add(120, 3.0)
-    update = Update(120, 400, "steps", "valid 1.83", "31.2 slices/s")
-    assert line_of("train_size_upscale", update, meter) == (
-        "[train_size_upscale] 120/400 steps  31.2 slices/s  0:42 left  valid 1.83"
-    )
-    assert line_of("a", Update(120, 400), meter) == "[a] 120/400 images  6.7 images/s  0:42 left"
-    assert line_of("a", Update(0, 40_000), Meter()) == "[a] 0/40_000 images"
+    updates = [
+        Update(100, 400, "steps"),
+        Update(120, 400, "steps"),
+        Update(140, 400, "steps", "valid 1.83", "7 slices/s"),
+    ]
+    first, second, third = shown(updates, every_sec=5)
+    assert (first, second) == ("[a] 100/400 steps", "[a] 120/400 steps  4.0 steps/s  1:10 left")
+    assert third == "[a] 140/400 steps  7 slices/s  1:05 left  valid 1.83"
 
 
 def test_clock() -> None:
@@ -116,30 +115,29 @@ def test_clock() -> None:
 
 def test_plain_lines_come_every_five_seconds_when_something_changed() -> None:
     stream, now = io.StringIO(), Clock()
-    display = PlainDisplay(stream, now)
+    display = Display(stream, now=now)
     for second in range(21):
-        update = Update(min(second, 12), 12, "images")
-        display.show({"a": update, "still": Update(1, 5)})
+        display.show({"a": Update(min(second, 12), 12, "images"), "still": Update(1, 5)})
         now.time += 1.0
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines if "[a]" in line] == ["0/12", "5/12", "10/12", "12/12"]
     assert len([line for line in lines if "[still]" in line]) == 1
 
 
-def test_live_display_draws_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    display = progress.LiveDisplay()
-    display.show({"a": Update(1, 2, "images", "[not markup]")})
-    display.line("[a] says [/this]")
-    display.end("a")
-    display.close()
-    assert "[a] says [/this]" in capsys.readouterr().out
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-def test_a_node_that_starts_again_has_a_bar_again() -> None:
-    display = progress.LiveDisplay()
+def test_a_terminal_gets_bars_and_a_node_that_starts_again_gets_a_new_one() -> None:
+    stream = Terminal()
+    display = Display(stream)
     for _ in range(2):
-        display.show({"a": Update(1, 2)})
-        assert [task.visible for task in display._progress.tasks] == [True]
+        display.show({"a": Update(1, 2, "images", "[not markup]")})
+        display._progress.refresh()
+        display.line("[a] says [/this]")
+        assert len(display._progress.tasks) == 1
         display.end("a")
         assert display._progress.tasks == []
     display.close()
+    assert "[a] says [/this]" in stream.getvalue() and "1/2 images  [not markup]" in stream.getvalue()

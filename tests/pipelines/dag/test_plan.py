@@ -1,4 +1,4 @@
-"""Plans: which nodes run, which are skipped, and the reason given.  python -m pytest tests/pipelines/test_plan.py
+"""Plans: which nodes run, which are skipped, and the reason given.  python -m pytest tests/pipelines/dag/test_plan.py
 
 Nodes run in this process, without Ray.
 """
@@ -10,17 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy.diamond import carry_out, decided, diamond
+from toy.diamond import carry_out, decided, diamond, seal
 
 from data_prep.files import Store, UserError, open_store
 from pipelines.dag import attempts
+from pipelines.dag.fingerprint import Sources
 from pipelines.dag.node import Node
-from pipelines.dag.plan import Plan, decide, ordered
+from pipelines.dag.plan import Plan, ordered
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return open_store(tmp_path / "run")
+
+
+def ids(made: Plan) -> dict[str, str | None]:
+    return {d.node.name: d.success and d.success.attempt for d in made.decisions}
 
 
 def actions(made: Plan) -> dict[str, str]:
@@ -33,17 +38,17 @@ def test_order_follows_needs_and_then_the_given_order() -> None:
 
 
 def test_cycles_unknown_needs_and_twins_are_refused() -> None:
-    with pytest.raises(ValueError, match="in a circle: a -> b -> a"):
+    with pytest.raises(ValueError, match="in a cycle: a -> b -> a"):
         ordered([Node("a", "m:f", ("b",)), Node("b", "m:f", ("a",))])
     with pytest.raises(ValueError, match="'a' needs 'nothing'"):
         ordered([Node("a", "m:f", ("nothing",))])
-    with pytest.raises(ValueError, match="'a' is there twice"):
+    with pytest.raises(ValueError, match="two nodes are named 'a'"):
         ordered([Node("a", "m:f"), Node("a", "m:f")])
 
 
 def test_on_an_empty_store_all_runs_and_nothing_is_written(store: Store) -> None:
     made = decided(store)
-    assert actions(made) == {"prepare": "run", "left": "wait", "right": "wait", "join": "wait"}
+    assert actions(made) == dict.fromkeys(("prepare", "left", "right", "join"), "run")
     assert made["prepare"].reason == "no output yet"
     assert made["join"].reason == "because left and right run"
     assert made["left"].fingerprint is None
@@ -53,17 +58,17 @@ def test_on_an_empty_store_all_runs_and_nothing_is_written(store: Store) -> None
 def test_up_to_date_nodes_are_skipped_with_attempt_and_age(finished: Store) -> None:
     made = decided(finished)
     assert set(actions(made).values()) == {"skip"} and made.will_run == ()
-    attempt = made["left"].output_id
+    attempt = made["left"].success.attempt
     assert made["left"].reason == f"up to date: attempt {attempt}, finished less than a minute ago"
     assert carry_out(made) == []
     assert made.lines()[0].split()[:4] == ["prepare", "skip", "up", "to"]
 
 
-def test_a_config_value_reruns_its_node_and_what_hangs_on_it(finished: Store) -> None:
+def test_a_config_value_reruns_its_node_and_those_downstream(finished: Store) -> None:
     made = decided(finished, diamond(left={"config": {"value": "new"}}))
     assert made.will_run == ("left", "join") and made["right"].action == "skip"
     assert made["left"].reason == "config changed: value left -> new"
-    assert made["join"].reason == "because left runs"
+    assert made["join"].reason == "only if the new output of left differs from what it has read"
     assert carry_out(made) == ["left", "join"]
     assert decided(finished, diamond(left={"config": {"value": "new"}})).will_run == ()
     assert decided(finished).will_run == ()  # both outputs are kept: going back runs nothing
@@ -93,62 +98,58 @@ def write_toys(root: Path, *, left: str) -> Path:
 def test_code_reruns_only_the_nodes_that_use_it(store: Store, tmp_path: Path) -> None:
     nodes = diamond(left={"function": "toy.left:write"})
     toys = write_toys(tmp_path / "code", left="def f():\n    return 1\n")
-    seal(decided(store, nodes, root=toys))
+    seal(decided(store, nodes, sources=Sources(toys, ("toy",))))
     write_toys(toys, left='"""Words."""\n\n\ndef f():\n    """More words."""\n    return 1  # why\n')
-    assert decided(store, nodes, root=toys).will_run == ()
+    assert decided(store, nodes, sources=Sources(toys, ("toy",))).will_run == ()
     write_toys(toys, left="def f():\n    return 2\n")
-    made = decided(store, nodes, root=toys)
+    made = decided(store, nodes, sources=Sources(toys, ("toy",)))
     assert made.will_run == ("left", "join")
     assert made["left"].reason == "code changed: toy.part"
 
 
-def seal(made: Plan) -> None:
-    """Finishes every node with one empty file, without calling its function."""
-    ids: dict[str, str] = {}
-    for decision in made.decisions:
-        node = decision.node
-        decision = decide(node, {need: ids[need] for need in node.needs}, made)
-        ids[node.name] = attempts.new_attempt_id()
-        folder = attempts.attempt_folder(node.name, decision.fingerprint or "", ids[node.name])
-        made.store.write_bytes(f"{folder}/empty", b"")
-        success = attempts.Success(
-            node=node.name,
-            fingerprint=decision.fingerprint or "",
-            attempt=ids[node.name],
-            started=attempts.utc_now(),
-            finished=attempts.utc_now(),
-            outputs=attempts.measure(made.store, folder, {"empty": "empty"}, {}),
-            named={"empty": "empty"},
-            upstream={need: ids[need] for need in node.needs},
-            ingredients=decision.ingredients or {},
-            metrics={},
-            mlflow_run_id=None,
-            git_commit="unknown",
-        )
-        made.store.write_bytes(f"{folder}/{attempts.SUCCESS}", success.to_bytes())
-
-
-def test_rerun_makes_a_new_attempt_and_reruns_what_hangs_on_it(finished: Store) -> None:
-    before = {name: decided(finished)[name].output_id for name in ("prepare", "left", "right", "join")}
-    made = decided(finished, rerun=["left"])
+def test_rerun_makes_a_new_attempt_and_reruns_those_that_read_other_files_then(finished: Store) -> None:
+    stamped = diamond(left={"function": "toy.nodes:stamp"})
+    carry_out(decided(finished, stamped))
+    before = ids(decided(finished, stamped))
+    made = decided(finished, stamped, rerun=["left"])
     assert made.will_run == ("left", "join")
-    assert made["left"].reason == "asked for by --rerun"
-    carry_out(made)
+    assert made["left"].reason == "requested by --rerun"
+    assert carry_out(made) == ["left", "join"]
+    after = decided(finished, stamped)
+    assert after.will_run == ()
+    assert [name for name in before if ids(after)[name] != before[name]] == ["left", "join"]
+
+
+def test_a_rerun_that_makes_equal_files_leaves_those_downstream_as_they_are(finished: Store) -> None:
+    before = ids(decided(finished))
+    made = decided(finished, rerun=["prepare"])
+    assert actions(made) == {"prepare": "run", "left": "wait", "right": "wait", "join": "wait"}
+    assert made["left"].reason == "only if the new output of prepare differs from what it has read"
+    assert made["join"].reason.startswith("only if the new output of left and right differs")
+    assert carry_out(made) == ["prepare"]
     after = decided(finished)
     assert after.will_run == ()
-    changed = [name for name in before if after[name].output_id != before[name]]
-    assert changed == ["left", "join"]
-    text = [(d.success.output(finished).uri, d.success.named["value"]) for d in after.decisions if d.success]
-    assert Path(*text[3]).read_text() == "join(left(prepare()),right(prepare()))"
+    assert [name for name in before if ids(after)[name] != before[name]] == ["prepare"]
+    assert after["left"].reason.endswith(f"; attempt {ids(after)['prepare']} of prepare made equal files")
+    assert "made equal files" not in after["join"].reason  # what it read is still there
+
+
+def test_only_the_files_that_a_node_reads_decide(store: Store) -> None:
+    nodes = diamond(prepare={"function": "toy.nodes:curve"}, left={"reads": {"prepare": ("value",)}})
+    carry_out(decided(store, nodes))
+    assert carry_out(decided(store, nodes, rerun=["prepare"])) == ["prepare", "right"]  # right reads the curve, too
+    nothing = diamond(prepare={"function": "toy.nodes:curve"}, left={"reads": {"prepare": ("value", "no such file")}})
+    carry_out(decided(store, nothing))
+    assert "left" in carry_out(decided(store, nothing, rerun=["prepare"]))  # a wrong pattern hides no change
 
 
 def test_from_makes_a_node_and_all_below_anew(finished: Store) -> None:
-    before = {name: decided(finished)[name].output_id for name in ("prepare", "left", "right", "join")}
+    before = ids(decided(finished))
     made = decided(finished, start_from=["left"])
-    assert made.will_run == ("left", "join") and made["left"].reason == "asked for by --from left"
+    assert made.will_run == ("left", "join") and made["left"].reason == "requested by --from left"
     assert carry_out(made) == ["left", "join"]
-    after = decided(finished)
-    assert [name for name in before if after[name].output_id != before[name]] == ["left", "join"]
+    after = ids(decided(finished))
+    assert [name for name in before if after[name] != before[name]] == ["left", "join"]
     assert decided(finished, start_from=["prepare"]).will_run == ("prepare", "left", "right", "join")
 
 
@@ -201,7 +202,7 @@ def test_unknown_names_are_refused_with_the_nearest(finished: Store) -> None:
             decided(finished, **{key: ["lefd"]})
     with pytest.raises(UserError, match="--from left and --keep join exclude"):
         decided(finished, start_from=["left"], keep=["join"])
-    with pytest.raises(UserError, match="--from left runs all that hangs on this node"):
+    with pytest.raises(UserError, match="--from left runs all nodes downstream"):
         decided(finished, start_from=["left"], only=["left"])
     with pytest.raises(UserError, match="--rerun left: --only leaves this node out"):
         decided(finished, only=["right"], rerun=["left"])
@@ -219,7 +220,7 @@ def test_keep_adopts_the_newest_output_and_records_it(finished: Store) -> None:
     assert again.will_run == () and "kept in spite of" in again["left"].reason
     record = again["left"].success
     assert record is not None and record.adopted is not None
-    assert record.attempt == decided(finished)["left"].output_id
+    assert record.attempt == ids(decided(finished))["left"]
     assert Path(record.output(finished).uri, record.named["value"]).read_text() == "left(prepare())"
 
 
@@ -268,11 +269,11 @@ def test_a_damaged_output_is_made_anew_and_never_continued(finished: Store, dama
 
 
 def test_an_older_intact_attempt_serves_when_the_newest_is_damaged(finished: Store) -> None:
-    first = decided(finished)["left"].output_id
+    first = ids(decided(finished))["left"]
     carry_out(decided(finished, rerun=["left"]))
     second = decided(finished)["left"]
     Path(second.success.output(finished).uri, "value.txt").unlink()
-    assert decided(finished)["left"].output_id == first != second.output_id
+    assert ids(decided(finished))["left"] == first != second.success.attempt
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""No secret in what people see.  python -m pytest tests/pipelines/test_masking.py"""
+"""No secret in what people see.  python -m pytest tests/pipelines/dag/test_masking.py"""
 
 from __future__ import annotations
 

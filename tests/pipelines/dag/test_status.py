@@ -1,6 +1,6 @@
 """--status: what lies in a run folder and what the next start would do.
 
-python -m pytest tests/pipelines/test_status.py
+python -m pytest tests/pipelines/dag/test_status.py
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def test_an_outdated_node_says_why_it_would_run(finished: Store) -> None:
     shown = rows(finished, **CHANGED)
     assert shown["left"].startswith("outdated")
     assert shown["left"].endswith("runs it: config changed: value left -> new")
-    assert shown["join"].endswith("runs it: because left runs") and shown["right"].startswith("up to date")
+    assert shown["join"].startswith("waits") and shown["right"].startswith("up to date")
+    assert shown["join"].endswith("runs it only if the new output of left differs from what it has read")
 
 
 def test_interrupted_failed_and_damaged(finished: Store) -> None:
@@ -75,7 +76,7 @@ def test_nodes_of_own_images_appear_once_they_have_run(finished: Store) -> None:
     own = [*diamond(), Node("sample_images", "toy.nodes:write", ("left",), {"value": "own"})]
     carry_out(decided(finished, own))
     last = status.lines(decided(finished))[-1]
-    assert last.startswith("sample_images  finished") and last.endswith("only with images=...")
+    assert last.startswith("sample_images  finished") and last.endswith("not in this plan")
     carry_out(decided(finished, diamond(**CHANGED)))
     assert status.lines(decided(finished, diamond(**CHANGED)))[-1].startswith("sample_images  outdated")
     assert status.lines(decided(finished))[-1].startswith("sample_images  finished"), "under the configuration it is of"

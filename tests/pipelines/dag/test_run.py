@@ -1,6 +1,6 @@
 """Runs of tiny nodes as Ray tasks: success, failure, resuming, stopping.
 
-python -m pytest tests/pipelines/test_runner.py
+python -m pytest tests/pipelines/dag/test_run.py
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any
 
 import psutil
 import pytest
+from toy.diamond import SOURCES
+from toy.silent import SilentTracker
 
-from data_prep.files import Store, UserError, open_store
+from data_prep.files import Store, open_store
 from data_prep.lock import Lock
 from pipelines import tracking
-from pipelines.cluster import ClusterInfo
 from pipelines.dag import attempts
 from pipelines.dag import run as runner
 from pipelines.dag.node import Node
 from pipelines.dag.plan import Plan, plan
-from pipelines.dag.progress import PlainDisplay
-from pipelines.dag.run import RunReport, Stopped, run
-from pipelines.ledger import Ledger, silent_ledger
+from pipelines.dag.progress import Display
+from pipelines.dag.run import RunReport, Stopped, run, shortfalls
+from pipelines.ledger import Ledger
 from pipelines.mlflow_uri import default_uri
 from pipelines.tracking import PARENT_TAG
 
-TOYS = Path(__file__).parent / "toys"
-TWO_CPUS = ClusterInfo("embedded", {"CPU": 2.0})
+TWO_CPUS = {"CPU": 2.0}
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -62,16 +62,21 @@ def node(name: str, function: str = "write", needs: Sequence[str] = (), **fields
 
 
 def planned(store: Store, nodes: Sequence[Node], **options: Any) -> Plan:
-    return plan(nodes, store, packages=("toy",), root=TOYS, **options)
+    return plan(nodes, store, sources=SOURCES, **options)
 
 
 def go(
-    store: Store, nodes: Sequence[Node], *, ledger: Ledger | None = None, **options: Any
+    store: Store,
+    nodes: Sequence[Node],
+    *,
+    ledger: Ledger | None = None,
+    capacity: dict[str, float] | None = TWO_CPUS,
+    **options: Any,
 ) -> tuple[RunReport, list[str]]:
     """Plans and runs; returns the report and the lines that were shown."""
     stream = io.StringIO()
     made = planned(store, nodes, **options)
-    report = run(made, cluster=TWO_CPUS, ledger=ledger or silent_ledger(), display=PlainDisplay(stream))
+    report = run(made, tracker=ledger or SilentTracker(), display=Display(stream), capacity=capacity)
     return report, stream.getvalue().splitlines()
 
 
@@ -116,7 +121,7 @@ def test_nodes_that_cost_all_run_one_after_another(store: Store, tmp_path: Path)
     assert report.ok, report
 
 
-def test_a_failure_stops_what_hangs_on_it_and_nothing_else(store: Store, flag: Path) -> None:
+def test_a_failure_stops_the_nodes_downstream_and_no_others(store: Store, flag: Path) -> None:
     broken = {"options": {"broken": str(flag)}}
     nodes = [
         node("a", "fail_while", **broken),
@@ -147,7 +152,7 @@ def test_a_failure_stops_what_hangs_on_it_and_nothing_else(store: Store, flag: P
 
 def test_a_users_mistake_inside_a_node_is_its_one_line(store: Store) -> None:
     report, _ = go(store, [node("a", "mistake")])
-    assert report.nodes["a"].error == "the folder is empty" and report.nodes["a"].mistaken
+    assert report.nodes["a"].error == "the folder is empty" and report.nodes["a"].is_user_error
 
 
 def test_every_node_has_a_process_of_its_own(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,8 +213,9 @@ def test_an_unfinished_resumable_attempt_goes_on_in_place(store: Store, flag: Pa
 def test_rerun_only_and_keep_as_planned(store: Store) -> None:
     nodes = [node("a"), node("b", needs=["a"]), node("c", needs=["b"])]
     first, _ = go(store, nodes)
-    rerun, _ = go(store, nodes, rerun=["b"])
-    assert states(rerun) == {"a": "skipped", "b": "executed", "c": "executed"}
+    rerun, lines = go(store, nodes, rerun=["b"])
+    assert states(rerun) == {"a": "skipped", "b": "executed", "c": "skipped"}
+    assert any(line.startswith("[c] skipped: up to date") and "made equal files" in line for line in lines)
     changed = [node("a", config={"value": "new"}), *nodes[1:]]
     only, _ = go(store, changed, only=["a"])
     assert states(only) == {"a": "executed", "b": "not selected", "c": "not selected"}
@@ -220,10 +226,20 @@ def test_rerun_only_and_keep_as_planned(store: Store) -> None:
     assert set(states(final).values()) == {"skipped"}
 
 
-def test_what_can_never_fit_is_refused_before_anything_starts(store: Store) -> None:
-    with pytest.raises(UserError, match="b needs 3 CPU, the cluster has 2 CPU"):
-        go(store, [node("a"), node("b", needs=["a"], cost={"CPU": 3})])
-    assert store.list() == []
+def test_what_never_fits_is_named_before_anything_starts(store: Store) -> None:
+    made = planned(store, [node("a"), node("b", needs=["a"], cost={"CPU": 3}), node("c", num_gpus=1)])
+    assert shortfalls(made, TWO_CPUS) == [
+        "b needs 3 CPU, the cluster has 2 CPU",
+        "c needs 1 GPU, the cluster has 0 GPU",
+    ]
+
+
+def test_on_a_cluster_every_ready_node_is_submitted(store: Store, tmp_path: Path) -> None:
+    """Ray's queue decides: nodes whose cost together is more than there is are not held back here."""
+    options = {"a": {"place": str(tmp_path), "other": "b"}, "b": {"place": str(tmp_path), "other": "a"}}
+    nodes = [node(name, "meet", options=options[name], cost={"CPU": 2}) for name in "ab"]
+    report, _ = go(store, nodes, capacity=None)
+    assert report.ok, report
 
 
 def watch(place: Path, then: Any) -> threading.Thread:
@@ -279,9 +295,9 @@ def test_a_start_that_lost_its_lock_stops(store: Store, tmp_path: Path) -> None:
     with Lock(store) as lock:
         thread = watch(tmp_path, lambda: setattr(lock, "lost", True))
         made = planned(store, nodes)
-        display = PlainDisplay(io.StringIO())
+        display = Display(io.StringIO())
         with pytest.raises(Stopped, match="another start took over"):
-            run(made, cluster=TWO_CPUS, ledger=silent_ledger(), display=display, lock=lock)
+            run(made, tracker=SilentTracker(), display=display, capacity=TWO_CPUS, lock=lock)
         thread.join()
         (attempt,) = attempts.history(store, "a")
         assert attempt.started["lock"] == lock.token, "--status tells by it whose work this is"

@@ -1,4 +1,4 @@
-"""--gc: what may be deleted and what stays.  python -m pytest tests/pipelines/test_garbage.py"""
+"""--gc: what may be deleted and what stays.  python -m pytest tests/pipelines/dag/test_garbage.py"""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy.diamond import TOYS, carry_out, decided, diamond
+from toy.diamond import SOURCES, carry_out, decided, diamond
 
 from data_prep.files import Store, UserError, open_store
 from data_prep.lock import Lock
 from pipelines import loading, pipeline, start
-from pipelines.dag import garbage, plan
+from pipelines.dag import status
 from pipelines.dag.node import Node
 
 NEW = {"left": {"config": {"value": "new"}}}
 
 
 def found(store: Store, **changes: dict[str, Any]) -> list[str]:
-    return [each.attempt.node for each in garbage.find(decided(store, diamond(**changes)))]
+    return [each.attempt.node for each in status.find_garbage(decided(store, diamond(**changes)))]
 
 
 def test_nothing_of_a_fresh_run_may_go(finished: Store) -> None:
@@ -28,14 +28,21 @@ def test_nothing_of_a_fresh_run_may_go(finished: Store) -> None:
 
 
 def test_what_was_replaced_may_go_and_the_rest_stays_up_to_date(finished: Store) -> None:
-    carry_out(decided(finished, rerun=["left"]))
-    old = garbage.find(decided(finished))
+    carry_out(decided(finished, start_from=["left"]))
+    old = status.find_garbage(decided(finished))
     assert [each.attempt.node for each in old] == ["join", "left"]
     before = sum(file.bytes for file in finished.walk())
-    garbage.delete(finished, old)
+    status.delete(finished, old)
     assert before - sum(file.bytes for file in finished.walk()) == sum(each.bytes for each in old) > 0
     assert decided(finished).will_run == () and found(finished) == []
     assert all(entry.path.count("/") == 4 for entry in finished.walk("nodes"))  # node/fingerprint/attempt/file
+
+
+def test_an_attempt_may_go_once_another_one_made_equal_files(finished: Store) -> None:
+    """Although what is downstream was made from the older one."""
+    first = decided(finished)["prepare"].success
+    carry_out(decided(finished, rerun=["prepare"]))
+    assert [each.attempt.attempt for each in status.find_garbage(decided(finished))] == [first.attempt]
 
 
 def test_of_own_images_the_newest_stays_with_what_made_it(finished: Store) -> None:
@@ -63,7 +70,7 @@ def test_an_interrupted_attempt_that_would_go_on_stays(finished: Store) -> None:
     carry_out(decided(finished, diamond(left={"config": {"value": "newer"}})))
 
     def interrupted(nodes: list[Node]) -> list[str]:
-        return [g.line for g in garbage.find(decided(finished, nodes)) if g.attempt.success is None]
+        return [g.line for g in status.find_garbage(decided(finished, nodes)) if g.attempt.success is None]
 
     assert interrupted(changed) == []
     (line,) = interrupted(diamond())  # another configuration has no use for it
@@ -71,37 +78,39 @@ def test_an_interrupted_attempt_that_would_go_on_stays(finished: Store) -> None:
 
 
 def test_what_a_kept_output_was_made_from_stays(finished: Store) -> None:
-    first = decided(finished)["left"].output_id
-    carry_out(decided(finished, rerun=["left"], only=["left"]))
-    carry_out(decided(finished, diamond(join={"config": {"value": "new"}}), keep=["join"], only=["join"]))
-    assert first not in [g.attempt.attempt for g in garbage.find(decided(finished))]
+    stamped = {"left": {"function": "toy.nodes:stamp"}}
+    carry_out(decided(finished, diamond(**stamped)))
+    first = decided(finished, diamond(**stamped))["left"].success.attempt
+    carry_out(decided(finished, diamond(**stamped), rerun=["left"], only=["left"]))
+    changed = diamond(**stamped, join={"config": {"value": "new"}})
+    carry_out(decided(finished, changed, keep=["join"], only=["join"]))
+    assert first not in [g.attempt.attempt for g in status.find_garbage(decided(finished, changed))]
 
 
 def test_an_adopted_output_keeps_its_files(finished: Store) -> None:
     carry_out(decided(finished, diamond(**NEW), keep=["left"]))
-    garbage.delete(finished, garbage.find(decided(finished, diamond(**NEW))))
+    status.delete(finished, status.find_garbage(decided(finished, diamond(**NEW))))
     made = decided(finished, diamond(**NEW))
     assert made.will_run == ()
     assert Path(made["left"].success.output(finished).uri, "value.txt").exists()
 
 
 def test_what_is_newer_than_a_running_start_is_not_listed(finished: Store) -> None:
-    carry_out(decided(finished, rerun=["left"]))
+    carry_out(decided(finished, start_from=["left"]))
     old = decided(finished)
-    assert garbage.find(old, holder={"since": time.time() - 3600}) == []
-    assert len(garbage.find(old, holder={"since": time.time() + 3600})) == 2
+    assert status.find_garbage(old, holder={"since": time.time() - 3600}) == []
+    assert len(status.find_garbage(old, holder={"since": time.time() + 3600})) == 2
 
 
 @pytest.fixture
 def toy_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """start's functions see the diamond in place of the pipeline's nodes."""
     monkeypatch.setattr(pipeline, "nodes", lambda config, **_: diamond())
-    make = plan.plan
-    monkeypatch.setattr(start.planning, "plan", lambda nodes, store: make(nodes, store, packages=("toy",), root=TOYS))
+    monkeypatch.setattr(start, "SOURCES", SOURCES)
     store = open_store(tmp_path / "runs" / "debug")
     store.write_text("config.yaml", "name: debug\n")
     carry_out(decided(store))
-    carry_out(decided(store, rerun=["left"]))
+    carry_out(decided(store, start_from=["left"]))
     return store
 
 

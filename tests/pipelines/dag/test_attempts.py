@@ -1,4 +1,4 @@
-"""Attempt folders and _SUCCESS.json.  python -m pytest tests/pipelines/test_attempts.py"""
+"""Attempt folders and _SUCCESS.json.  python -m pytest tests/pipelines/dag/test_attempts.py"""
 
 from __future__ import annotations
 
