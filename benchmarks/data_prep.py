@@ -53,7 +53,16 @@ from data_prep.build import build
 from data_prep.config import DataConfig
 from data_prep.files import open_store
 from data_prep.ingest import collate, train_stream
-from data_prep.parquet import QUARANTINE, QUARANTINE_SCHEMA, Manifest, ShardWriter, open_dataset, pixel_column, pixels
+from data_prep.parquet import (
+    QUARANTINE,
+    QUARANTINE_SCHEMA,
+    Manifest,
+    ShardWriter,
+    low_depth,
+    open_dataset,
+    pixel_column,
+    pixels,
+)
 
 RESOLUTIONS, BITS = [32, 64, 128, 256], [3, 8]
 LIBRARIES = ("numpy", "pillow", "pyarrow", "ray", "simplejpeg")
@@ -237,7 +246,7 @@ def plain_shard_cached(paths: list[str]) -> list[Path]:
     written = []
     for resolution, array in squares.items():
         for bits in BITS:
-            table = pa.table({"key": names, "px": pixel_column(images.low_depth(array, bits))})
+            table = pa.table({"key": names, "px": pixel_column(low_depth(array, bits))})
             written.append(folder / f"{resolution}-{bits}-{names[0]}.parquet")
             rows = max(1, 16_000_000 // (resolution**2 * 3))
             options = dict(compression="zstd", compression_level=1, use_dictionary=False, row_group_size=rows)

@@ -6,17 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-LAYOUTS = (  # each is a module of data_prep.sources; `auto` recognises them
-    "ilsvrc_tar",
-    "ilsvrc_folder",
-    "imagenet_oord",
-    "imagenet_box",
-    "webdataset",
-    "hf_parquet",
-    "celebahq",
-    "cifar10",
-    "folder",
-)
+from data_prep.layouts import LAYOUTS
+
 SOURCES = ("auto", *LAYOUTS)
 CROPS = ("center", "squash", "random", "tiles")
 PROFILES = {"tf": ("fast", "truncate"), "accurate": ("accurate", "nearest")}  # DCT, rounding

@@ -267,16 +267,6 @@ def resize_squares(square: np.ndarray, sides: list[int], *, profile: str) -> dic
     return {side: found.get(side, square) for side in sides}
 
 
-def low_depth(pixels: np.ndarray, bits: int, *, out: np.ndarray | None = None) -> np.ndarray:
-    """The `bits` most significant bits of uint8 values: 0 .. 2**bits - 1, still uint8. All 8: the same array.
-
-    out: where to put them, else in a new array.
-    """
-    if not 1 <= bits <= 8:
-        raise ValueError(f"bits is {bits}; it must be within 1 and 8")
-    return pixels if bits == 8 else np.right_shift(pixels, np.uint8(8 - bits), out=out)
-
-
 def flags_of(conversions: tuple[str, ...]) -> int:
     """Conversions as the bit field of the `flags` column."""
     return sum(1 << CONVERSIONS.index(name) for name in set(conversions))

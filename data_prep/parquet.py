@@ -20,7 +20,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep import images
 from data_prep.files import HashedStream, Store, open_store
 
 SCHEMA_VERSION = 1
@@ -84,6 +83,16 @@ def pixel_column(array: np.ndarray) -> pa.FixedSizeBinaryArray:
     width = int(np.prod(array.shape[1:]))
     data = pa.py_buffer(np.ascontiguousarray(array))
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(array), [None, data])
+
+
+def low_depth(pixels: np.ndarray, bits: int, *, out: np.ndarray | None = None) -> np.ndarray:
+    """The `bits` most significant bits of uint8 values: 0 .. 2**bits - 1, still uint8. All 8: the same array.
+
+    out: where to put them, else in a new array.
+    """
+    if not 1 <= bits <= 8:
+        raise ValueError(f"bits is {bits}; it must be within 1 and 8")
+    return pixels if bits == 8 else np.right_shift(pixels, np.uint8(8 - bits), out=out)
 
 
 @dataclass(frozen=True)
@@ -198,7 +207,7 @@ class ShardWriter:
         low = self._low[: array.size].reshape(array.shape)
         field = schema(resolution).field("px")
         for bits in self._bits:
-            table = names.append_column(field, pixel_column(images.low_depth(array, bits, out=low)))
+            table = names.append_column(field, pixel_column(low_depth(array, bits, out=low)))
             self._writers[resolution, bits].write_table(table, row_group_size=table.num_rows)
         self._row_groups[resolution].append(len(array))
 

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep import images
+from data_prep import images, parquet
 from data_prep.files import open_store
 from data_prep.parquet import (
     QUARANTINE,
@@ -146,7 +146,7 @@ def _verify_depths(dataset: Dataset, shards: list[Shard], problems: list[str]) -
                 names, full = (table, px) if names is None else (names, full)
                 if not table.equals(names):
                     wrong[f"{shard.path}: keys, labels, sizes or flags differ from another depth"] = None
-                if not np.array_equal(px, images.low_depth(full, shard.bits)):
+                if not np.array_equal(px, parquet.low_depth(full, shard.bits)):
                     wrong[f"{shard.path}: pixels are not the 8-bit ones >> {8 - shard.bits}"] = None
             groups.append(names)
         problems += wrong

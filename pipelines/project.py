@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]  # the folder that holds the packages
 NOT_SEMANTIC = {
     "data_prep.card": "text about a finished dataset, logged to MLflow",
     "data_prep.files": "moves bytes as they are; checksums of all outputs are in _SUCCESS.json",
+    "data_prep.layouts": "names what can be read; the module that reads the recognised layout counts itself",
     "data_prep.lock": "keeps two writers out of one folder",
     "pipelines.cluster": "starts or joins a Ray session",
     "pipelines.config": "a node's values, computed by these rules, are fingerprinted themselves",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_prep import images
+from data_prep import images, parquet
 from data_prep.files import FileEntry, Store, UserError, open_store
 from pipelines.config import (
     ExperimentConfig,
@@ -190,7 +190,7 @@ def _to_depth(name: str, pixels: np.ndarray, *, stored: int | None, bits: int) -
             f"images: {name} holds no value above {largest}; if its values are of {bits} bits, say image_bits={bits}; "
             "if it is so dark an image of 8 bits, image_bits=8"
         )
-    return images.low_depth(pixels, bits)
+    return parquet.low_depth(pixels, bits)
 
 
 def _names(keys: tuple[str, ...]) -> tuple[str, ...]:

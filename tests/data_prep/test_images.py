@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_prep import images
+from data_prep import images, parquet
 
 # What TensorFlow itself made of inputs that a formula gives. Sizes are chosen so that another order of the sums, or a
 # fused multiply-add, changes some value.
@@ -182,10 +182,10 @@ def test_center_crop_and_tiles() -> None:
 def test_low_depth_keeps_the_high_bits() -> None:
     values = np.arange(256, dtype=np.uint8)
     for bits in range(1, 9):
-        low = images.low_depth(values, bits)
+        low = parquet.low_depth(values, bits)
         assert low.dtype == np.uint8 and np.array_equal(low, np.arange(256) // 2 ** (8 - bits))
     with pytest.raises(ValueError, match="bits is 9"):
-        images.low_depth(values, 9)
+        parquet.low_depth(values, 9)
 
 
 def test_flags_round_trip() -> None:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep import images
+from data_prep import parquet
 from data_prep.files import open_store
 from data_prep.parquet import (
     QUARANTINE,
@@ -80,7 +80,7 @@ def test_round_trip_at_every_resolution_and_depth(tmp_path: pathlib.Path):
             table = dataset.read(resolution=side, bits=bits, split="train")
             assert table.schema.equals(schema(side))
             assert table.drop_columns("px").equals(names)
-            assert np.array_equal(pixels(table), images.low_depth(squares[side], bits))
+            assert np.array_equal(pixels(table), parquet.low_depth(squares[side], bits))
             (shard,) = dataset.shards(resolution=side, bits=bits, split="train")
             assert shard.row_group_rows == [10, 10, 3]
     only_keys = dataset.read(resolution=8, bits=8, split="train", columns=["key"])
@@ -163,7 +163,7 @@ def test_failure_in_one_file_leaves_none(tmp_path: pathlib.Path, monkeypatch: py
 
     monkeypatch.setattr(pq, "ParquetWriter", Full)
     if when == "append":
-        monkeypatch.setattr(images, "low_depth", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+        monkeypatch.setattr(parquet, "low_depth", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         write(tmp_path)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

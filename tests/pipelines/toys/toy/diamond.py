@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +79,13 @@ def carry_out(made: Plan, *, broken: Sequence[str] = (), lock: str | None = None
     return ran
 
 
-def seal(made: Plan, **files: str) -> None:
-    """Finishes every node without calling its function. files: {node: content of its only file}."""
+def seal(made: Plan, files: Mapping[str, Mapping[str, str]] | None = None) -> list[str]:
+    """Finishes what a plan runs without calling any function; returns the nodes.
+
+    files: {node: {path of an output: its text}}; each output is named by the first part of its path.
+    """
     known: dict[str, attempts.Success] = {}
+    ran = []
     for decision in made.decisions:
         node = decision.node
         decision = decide(node, {need: known[need] for need in node.needs}, made)
@@ -91,15 +95,18 @@ def seal(made: Plan, **files: str) -> None:
         assert decision.fingerprint and decision.ingredients is not None
         attempt = attempts.new_attempt_id(decision.known_attempts)
         folder = attempts.attempt_folder(node.name, decision.fingerprint, attempt)
-        made.store.write_text(f"{folder}/file", files.get(node.name, node.name))
+        written = (files or {}).get(node.name, {"file": node.name})
+        for path, text in written.items():
+            made.store.write_text(f"{folder}/{path}", text)
+        named = {path.split("/")[0]: path.split("/")[0] for path in written}
         success = attempts.Success(
             node=node.name,
             fingerprint=decision.fingerprint,
             attempt=attempt,
             started=attempts.utc_now(),
             finished=attempts.utc_now(),
-            outputs=attempts.measure(made.store, folder, {"file": "file"}, {}),
-            named={"file": "file"},
+            outputs=attempts.measure(made.store, folder, named, {}),
+            named=named,
             upstream={need: known[need].attempt for need in node.needs},
             ingredients=decision.ingredients,
             metrics={},
@@ -108,3 +115,5 @@ def seal(made: Plan, **files: str) -> None:
         )
         made.store.write_bytes(f"{folder}/{attempts.SUCCESS}", success.to_bytes())
         known[node.name] = success
+        ran.append(node.name)
+    return ran

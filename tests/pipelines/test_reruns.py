@@ -1,0 +1,123 @@
+"""What a change of the project's code reruns in a finished run: tried on a copy of the sources, without training.
+
+python -m pytest tests/pipelines/test_reruns.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+from toy.diamond import seal
+
+from data_prep.files import Store, open_store
+from pipelines import pipeline
+from pipelines.dag.plan import Plan, plan
+from pipelines.loading import load
+from pipelines.project import NOT_SEMANTIC, ROOT, SOURCES
+
+TRAINS = ["train_first_slice", "train_size_upscale", "train_depth_upscale"]
+ALL = ["prepare_data", *TRAINS, "evaluate", "sample", "report"]
+WEIGHTS = {"checkpoint/config.json": "{}", "checkpoint/ema.safetensors": "1", "history.json": "[]"}
+
+
+class Project:
+    """A copy of the sources, and a finished run that was made with it."""
+
+    def __init__(self, folder: Path, store: Store) -> None:
+        self.sources, self.store = dataclasses.replace(SOURCES, root=folder), store
+        for package in SOURCES.packages:
+            for file in (ROOT / package).rglob("*.py"):
+                copy = folder / file.relative_to(ROOT)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copy)
+        config = load("debug", [])
+        self.nodes = pipeline.nodes(config)
+        shards = {
+            f"dataset/res={resolution}/bits={bits}/train-00000-of-00001.parquet": "pixels"
+            for resolution in config.data.resolutions
+            for bits in config.data.bits
+        }
+        self.files = {"prepare_data": {"dataset/manifest.json": "{}", **shards}, **dict.fromkeys(TRAINS, WEIGHTS)}
+        assert seal(self.plan(), self.files) == ALL
+        self.assert_whole()
+
+    def plan(self, **options: list[str]) -> Plan:
+        return plan(self.nodes, self.store, sources=self.sources, **options)
+
+    def edit(self, file: str, old: str, new: str) -> None:
+        path = self.sources.root / file
+        text = path.read_text()
+        assert old in text, f"{file} has no {old!r} any more: choose another text to change"
+        path.write_text(text.replace(old, new))
+
+    def assert_whole(self) -> None:
+        assert {
+            decision.node.name: decision.reason for decision in self.plan().decisions if decision.action != "skip"
+        } == {}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path / "project", open_store(tmp_path / "run"))
+
+
+def test_what_decides_nothing_leaves_a_finished_run_whole(project: Project) -> None:
+    project.edit("spn/gpu/flops.py", "H100", "H101")  # a new card
+    project.edit("data_prep/files.py", "raise UserError(", "raise UserError('reworded: ' + ")
+    project.edit("pipelines/dag/progress.py", " left", " to go")
+    project.edit("data_prep/layouts.py", '"folder",', '"folder",\n    "new",')  # a new source of images
+    (project.sources.root / "data_prep/sources/new.py").write_text("def recognise(): ...\n")
+    project.edit("data_prep/sources/celebahq.py", "def ", "def _")  # the reader of another source
+    project.assert_whole()
+
+
+CHANGES = {
+    "forward": ("spn/model.py", "def forward(", "def forward_(", [*TRAINS, "evaluate", "sample"]),
+    "loss": ("spn/training.py", "def fit(", "def fit_(", TRAINS),
+    "optimiser": ("spn/optimizers.py", "import torch", "import torch as t", TRAINS),
+    "sampler": ("spn/sampling.py", "import torch", "import torch as t", ["sample"]),
+    "resize": ("data_prep/resize.py", "def resize_area(", "def resize_area_(", ["prepare_data"]),
+    "reader": ("data_prep/sources/folder.py", "def index(", "def index_(", ["prepare_data"]),
+    "report": ("pipelines/nodes/report.py", "Learning curves", "Curves", ["report"]),
+}
+
+
+@pytest.mark.parametrize(("file", "old", "new", "reruns"), CHANGES.values(), ids=CHANGES)
+def test_a_change_reruns_exactly_what_depends_on_it(
+    project: Project, file: str, old: str, new: str, reruns: list[str]
+) -> None:
+    project.edit(file, old, new)
+    made = project.plan()
+    assert [d.node.name for d in made.decisions if d.action == "run"] == reruns
+    assert made[reruns[0]].reason == f"code changed: {file.removesuffix('.py').replace('/', '.')}"
+    assert seal(made, project.files) == reruns  # all made equal files, so nothing else had to run
+    project.assert_whole()
+
+
+def test_a_dataset_with_equal_shards_leaves_the_trainings_standing(project: Project) -> None:
+    made = project.plan(rerun=["prepare_data"])
+    assert made["train_first_slice"].reason == "only if the new output of prepare_data differs from what it has read"
+    assert seal(made, project.files) == ["prepare_data"]
+    assert "of prepare_data made equal files" in project.plan()["train_first_slice"].reason
+    data = project.files["prepare_data"]
+    touched = {**project.files, "prepare_data": {**data, "dataset/manifest.json": '{"listing": "other"}'}}
+    assert seal(project.plan(rerun=["prepare_data"]), touched) == ["prepare_data", "evaluate", "report"]
+
+
+def test_a_training_reads_the_shards_of_its_own_size_and_depth(project: Project) -> None:
+    data = dict(project.files["prepare_data"])
+    (train, *_) = (node for node in project.nodes if node.name == "train_first_slice")
+    pattern = train.reads["prepare_data"][0]
+    (own,) = (path for path in data if path.startswith(pattern.removesuffix("*.parquet")))
+    ran = seal(project.plan(rerun=["prepare_data"]), {**project.files, "prepare_data": {**data, own: "other pixels"}})
+    others = [n.name for n in project.nodes if n.name in TRAINS and n.reads["prepare_data"][0] != pattern]
+    assert "train_first_slice" in ran and not {*others} & {*ran}
+
+
+def test_every_module_that_decides_nothing_exists_and_says_why() -> None:
+    for module, why in NOT_SEMANTIC.items():
+        assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), f"{module} has moved: NOT_SEMANTIC must follow"
+        assert why
