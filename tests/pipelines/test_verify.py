@@ -40,7 +40,7 @@ def test_there_must_be_a_data_set(command: Command, tmp_path: Path) -> None:
     code, out, err = command("--verify", str(tmp_path))
     note, error = err.splitlines()  # `command` says where its runs are
     assert (code, out) == (2, "") and note.startswith("note: storage=") and "no effect" in note
-    assert error == f"error: --verify {tmp_path}: {tmp_path} is no finished data set: it has no manifest.json"
+    assert error == f"error: --verify {tmp_path}: {tmp_path} is not a finished data set: it has no manifest.json"
     code, _, err = command("--verify", "data.sed=3")
     assert code == 2 and "unknown key data.sed" in err
 
