@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +43,7 @@ def _taps(n_in: int, n_outs: tuple[int, ...]) -> tuple[tuple[np.ndarray, np.ndar
     most = max(len(positions) for positions, _, _ in axes)
     padded = [[np.pad(array, ((0, most - len(array)), (0, 0))) for array in axis[:2]] for axis in axes]
     positions, weights = (np.concatenate(parts, axis=1) for parts in zip(*padded, strict=True))
-    counts = most - np.argmax(weights[::-1] != 0, axis=0)  # what follows the last tap with a weight adds nothing
+    counts = most - np.argmax(weights[::-1] != 0, axis=0)  # taps after the last one with a weight add nothing
     return (positions.astype(np.int32), counts, weights), [scale for _, _, scale in axes]
 
 
@@ -63,17 +64,23 @@ def _axis(n_in: int, n_out: int) -> tuple[np.ndarray, np.ndarray, np.float32]:
 
 @functools.cache
 def _kernel() -> Callable:
-    """The compiled loop, from the cache on disk where there is one."""
-    import numba
+    """The compiled loop."""
     from numba import types
 
     pixels = types.Array(types.uint8, 3, "A", readonly=True)  # any view of any array
     axis = types.int32[:, ::1], types.int64[::1], types.float32[:, ::1]
     signature = types.void(pixels, types.int64[:, ::1], *axis, *axis, types.float32[::1], types.float32[::1])
+    return compiled(_resize, signature)
+
+
+def compiled(function: Callable, signature: Any) -> Callable:
+    """Compiled by Numba, from the cache on disk where there is one."""
+    import numba
+
     try:
-        return numba.njit(signature, nogil=True, cache=True)(_resize)
-    except RuntimeError:  # no folder to keep it in: neither beside this file nor in the user's home
-        return numba.njit(signature, nogil=True)(_resize)
+        return numba.njit(signature, nogil=True, cache=True)(function)
+    except RuntimeError:  # no folder for the cache: neither beside the function's file nor in the user's home
+        return numba.njit(signature, nogil=True)(function)
 
 
 def _resize(pixels, sizes, y_taps, y_counts, y_weights, x_taps, x_counts, x_weights, factors, out):  # noqa: ANN001
@@ -85,7 +92,7 @@ def _resize(pixels, sizes, y_taps, y_counts, y_weights, x_taps, x_counts, x_weig
     lane_sums = np.empty(lanes, np.float32)
     total_width = sizes[:, 1].sum()
     x_sums = np.empty((_BLOCK_ROWS, 3 * total_width), np.float32)  # of all sizes, for each row of the block
-    sums = np.empty(3 * total_width, np.float32)  # of the output row that is under way, of all sizes
+    sums = np.empty(3 * total_width, np.float32)  # of the output row in progress, of all sizes
     row_of = np.zeros(num_sizes, np.int64)  # that row
 
     for top in range(0, source_height, _BLOCK_ROWS):
@@ -129,7 +136,7 @@ def _resize(pixels, sizes, y_taps, y_counts, y_weights, x_taps, x_counts, x_weig
                         for i in range(width):
                             here[i] += line[i] * weight
                 if end < count:
-                    break  # the next block goes on with it
+                    break  # the next block continues it
                 place = out_start + row_of[size] * width
                 for i in range(width):
                     out[place + i] = here[i] * factors[size]

@@ -1,7 +1,7 @@
-"""Builds that are killed with SIGKILL or run out of disk, and go on.  pytest tests/data_prep/test_kill.py
+"""Builds that are killed with SIGKILL or run out of disk, and resume.  pytest tests/data_prep/test_kill.py
 
-Every case ends with a second start that must leave exactly the files, byte for byte, of a build that nothing disturbed,
-and must not have touched a shard that was finished before.
+Every case ends with a second build that must leave exactly the files, byte for byte, of an undisturbed one, and must
+not have written a finished shard again. The builds that are killed are processes of their own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from dataclasses import asdict
 import pyarrow.fs as pafs
 import pytest
 
+from data_prep.build import build
 from data_prep.config import DataConfig
-from data_prep.files import open_store
+from data_prep.files import UserError, join, open_store
 from data_prep.verify import verify
 
 pytestmark = pytest.mark.faults
@@ -51,7 +52,7 @@ print("DONE", flush=True)
 """
 
 
-class Build:
+class Killable:
     """A build in a process of its own, which waits for a line when `pause_at` images are done."""
 
     def __init__(self, config: DataConfig, out: str, *, pause_at: int | None = None) -> None:
@@ -84,9 +85,7 @@ class Build:
 
 
 def run_to_the_end(config: DataConfig, out: str) -> None:
-    build = Build(config, out)
-    errors = build.finish()
-    assert build.process.returncode == 0, errors
+    build(config, out=out, progress=lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +105,8 @@ def config(tmp_path_factory: pytest.TempPathFactory, make_photos: Callable) -> D
 
 
 @pytest.fixture(scope="module")
-def undisturbed(config: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Relative path -> sha256 of every file of a build in peace."""
+def undisturbed(config: DataConfig, ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Relative path -> sha256 of every file of an undisturbed build."""
     out = tmp_path_factory.mktemp("kill") / "set"
     run_to_the_end(config, str(out))
     return contents(str(out))
@@ -147,13 +146,13 @@ def dice() -> random.Random:
 def test_driver_killed_at_random_moments(
     config: DataConfig, undisturbed: dict[str, str], tmp_path: pathlib.Path, dice: random.Random
 ):
-    """Three times in a row, further on each time, at a moment within a shard's time."""
+    """Three times in a row, each time after more shards."""
     out = str(tmp_path / "set")
     for least in (0, 4, 8):
-        build = Build(config, out)
-        build.wait_for_shards(least)
-        time.sleep(dice.uniform(0, 0.4))
-        build.kill()
+        killed = Killable(config, out)
+        killed.wait_for_shards(least)
+        time.sleep(dice.uniform(0, 0.4))  # a moment within a shard's time
+        killed.kill()
         assert not open_store(out).exists("manifest.json") or contents(out) == undisturbed
     assert finished_shards(out)
     check_second_start(config, out, undisturbed)
@@ -162,56 +161,53 @@ def test_driver_killed_at_random_moments(
 def test_driver_killed_while_it_writes_to_an_object_store(
     config: DataConfig, undisturbed: dict[str, str], bucket: str, dice: random.Random
 ):
-    out = f"{bucket.partition('?')[0]}/set?{bucket.partition('?')[2]}"
-    build = Build(config, out)
-    build.wait_for_shards(3)
+    out = join(bucket, "set")
+    killed = Killable(config, out)
+    killed.wait_for_shards(3)
     time.sleep(dice.uniform(0, 0.4))
-    build.kill()
+    killed.kill()
     assert not open_store(out).exists("manifest.json") or contents(out) == undisturbed
     assert finished_shards(out)
     check_second_start(config, out, undisturbed)
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def bucket() -> Iterator[str]:
     """URI of an empty bucket on an S3 server in this process."""
     server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "test")
     server.start()
     host, port = server.get_host_and_port()
     place = f"scheme=http&endpoint_override={host}:{port}&region=us-east-1"
-    filesystem, _ = pafs.FileSystem.from_uri(f"s3://raw?{place}&allow_bucket_creation=true")
+    filesystem, _ = pafs.FileSystem.from_uri(f"s3://key:secret@raw?{place}&allow_bucket_creation=true")
     filesystem.create_dir("data-sets")
-    yield f"s3://data-sets?{place}"
+    yield f"s3://key:secret@data-sets?{place}"
     server.stop()
 
 
 def test_worker_killed_while_it_writes_a_shard(config: DataConfig, undisturbed: dict[str, str], tmp_path: pathlib.Path):
-    """Ray runs the shard again; the build itself ends well, and nothing of the dead writer stays."""
+    """Ray runs the shard again; the build ends without an error, and no file of the dead writer remains."""
     out = tmp_path / "set"
-    build = Build(config, str(out))
+    running = Killable(config, str(out))
     killed: set[int] = set()
     deadline = time.monotonic() + 60
     while len(killed) < 2:
-        assert build.process.poll() is None and time.monotonic() < deadline, build.process.communicate()[1]
+        assert running.process.poll() is None and time.monotonic() < deadline, running.process.communicate()[1]
         for path in out.glob("res=*/*/*.tmp-*"):
             pid = int(path.name.rsplit("-", 1)[1])
             if pid not in killed:
                 os.kill(pid, signal.SIGKILL)
                 killed.add(pid)
         time.sleep(0.002)
-    errors = build.finish()
-    assert build.process.returncode == 0, errors
+    errors = running.finish()
+    assert running.process.returncode == 0, errors
     assert contents(str(out)) == undisturbed
 
 
 def test_full_disk(config: DataConfig, undisturbed: dict[str, str], small_disk: Callable, tmp_path: pathlib.Path):
     resize = small_disk(tmp_path, "1m")
     out = str(tmp_path / "set")
-    build = Build(config, out)
-    errors = build.finish()
-    assert build.process.returncode == 1 and "No space left on device" in errors
+    with pytest.raises(Exception, match="No space left on device"):
+        run_to_the_end(config, out)
     assert not open_store(out).exists("manifest.json")
     assert not list(tmp_path.rglob("*.parquet.tmp-*")), "half files would keep the disk full"
     resize("64m")
@@ -243,13 +239,10 @@ def test_of_two_builds_in_a_folder_the_second_is_refused(
     config: DataConfig, undisturbed: dict[str, str], tmp_path: pathlib.Path
 ):
     out = str(tmp_path / "set")
-    first = Build(config, out, pause_at=10)
+    first = Killable(config, out, pause_at=10)
     first.wait_for_shards(1)
-    second = Build(config, out)
-    errors = second.finish()
-    assert second.process.returncode == 1
-    last = errors.splitlines()[-1]
-    assert last.startswith(f"UserError: {out} is in use by process ") and "wait for it to end" in last
-    first_errors = first.process.communicate("go on\n", timeout=120)[1]
+    with pytest.raises(UserError, match=f"^{out} is in use by process {first.process.pid} on "):
+        run_to_the_end(config, out)
+    first_errors = first.process.communicate("continue\n", timeout=120)[1]
     assert first.process.returncode == 0, first_errors
     assert contents(out) == undisturbed
