@@ -13,6 +13,8 @@ ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# Tests in as many processes as there are cores, at most four; tests/conftest.py keeps those with Ray in one of them.
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadgroup
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 
 .PHONY: help demo test faults check lint fast job ui clean
@@ -26,8 +28,8 @@ help: ## this list
 demo: $(INSTALLED) ## the whole pipeline on the built-in photos (ARGS="--dry-run", ARGS="--rerun sample", ...)
 	$(BIN)/python pipelines/full_multidim.py --config demo $(ARGS)
 
-test: $(INSTALLED) ## every test that needs no GPU (a submitted Ray job: `make check`; killed machines: `make faults`)
-	$(BIN)/python -m pytest -m "not gpu and not faults" $(ARGS)
+test: $(INSTALLED) ## every test that needs no GPU (a submitted Ray job: `make check`; killed processes: `make faults`)
+	$(PYTEST) -m "not gpu and not faults" --ignore tests/pipelines/test_job_submit.py $(ARGS)
 
 faults: $(INSTALLED) ## killed workers, machines, drivers and servers; several Ray nodes on this machine (minutes)
 	$(BIN)/python -m pytest -m "faults and not gpu" $(ARGS)
@@ -41,7 +43,7 @@ lint: $(INSTALLED)
 	$(BIN)/lint-imports
 
 fast: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m "not slow and not gpu and not faults"
+	$(PYTEST) -q -m "not slow and not gpu and not faults"
 
 job: $(INSTALLED)
 	$(BIN)/python -m pytest -q tests/pipelines/test_job_submit.py

@@ -34,6 +34,21 @@ os.environ.update(
 os.environ.pop("RAY_ADDRESS", None)
 
 
+STARTS_RAY = {"test_cluster", "test_end_to_end", "test_job_submit", "test_ray_train", "test_verify"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups for pytest-xdist: all tests with Ray run in one process, the others file by file.
+
+    Two Ray sessions at once would have too few cores, and the files of a process share what their fixtures made.
+    """
+    for item in items:
+        module = item.path.stem
+        with_ray = module in STARTS_RAY or "ray_session" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("ray" if with_ray else module))
+
+
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """A local Ray session of 2 CPUs: a process can have one, so all rooms share it, in whatever order they run."""
