@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,35 +66,19 @@ class Plan:
         return [f"{name:<{width}}  {action:<4}  {reason}" for name, action, reason in rows]
 
 
-def ordered(nodes: Iterable[Node]) -> list[Node]:
-    """Nodes so that each comes after all it needs, otherwise in the given order.
-
-    Raises ValueError for a cycle, a duplicate name or a need that is no node.
-    """
-    nodes = list(nodes)
-    by_name = {node.name: node for node in nodes}
-    if len(by_name) < len(nodes):
-        names = [node.name for node in nodes]
-        raise ValueError(f"two nodes are named {next(n for n in names if names.count(n) > 1)!r}")
-    order: list[Node] = []
-
-    def visit(name: str, path: tuple[str, ...]) -> None:
-        if name in path:
-            raise ValueError(f"nodes need each other in a cycle: {' -> '.join(path[path.index(name) :] + (name,))}")
-        if name not in by_name:
-            raise ValueError(f"node {path[-1]!r} needs {name!r}, which is no node")
-        if by_name[name] not in order:
-            for need in by_name[name].needs:
-                visit(need, path + (name,))
-            order.append(by_name[name])
-
+def check_order(nodes: Sequence[Node]) -> None:
+    """Raises ValueError unless the names are unique and each node comes after all it needs."""
+    seen: set[str] = set()
     for node in nodes:
-        visit(node.name, ())
-    return order
+        if node.name in seen:
+            raise ValueError(f"two nodes are named {node.name!r}")
+        if missing := [need for need in node.needs if need not in seen]:
+            raise ValueError(f"node {node.name!r} needs {missing[0]!r}, which is no node before it")
+        seen.add(node.name)
 
 
 def plan(
-    nodes: Iterable[Node],
+    nodes: Sequence[Node],
     store: Store,
     *,
     sources: Sources,
@@ -105,23 +89,23 @@ def plan(
 ) -> Plan:
     """Compares every node's ingredients with the outputs on storage and decides. Writes nothing.
 
-    sources: whose code enters the fingerprints. only: consider exactly these nodes. rerun: a new attempt of these even
-    if up to date. start_from: a new attempt of these and of all nodes downstream. keep: adopt their newest output
-    whatever has changed.
+    nodes: in an order in which they can run. sources: whose code enters the fingerprints. only: consider exactly these
+    nodes. rerun: a new attempt of these even if up to date. start_from: a new attempt of these and of all nodes
+    downstream. keep: adopt their newest output whatever has changed.
     Raises UserError for names that are no nodes and for --only without the inputs that it needs.
     """
-    order = ordered(nodes)
-    names = [node.name for node in order]
+    check_order(nodes)
+    names = [node.name for node in nodes]
     check_names(names, only=only, rerun=rerun, keep=keep, start_from=start_from)
-    asked = {name: f"--from {first}" for first in start_from for name in downstream(order, first)}
+    asked = {name: f"--from {first}" for first in start_from for name in downstream(nodes, first)}
     asked |= {name: "--rerun" for name in rerun}
     if contradiction := [name for name in keep if name in asked]:
         raise UserError(f"{asked[contradiction[0]]} and --keep {contradiction[0]} exclude each other")
-    code = {node.name: fingerprint.code_hashes((node.module, *node.modules), sources) for node in order}
+    code = {node.name: fingerprint.code_hashes((node.module, *node.modules), sources) for node in nodes}
     draft = Plan(store, (), asked, frozenset(keep), code)
     made: dict[str, Decision] = {}
     missing: tuple[str, str] | None = None  # a selected node, and an input of it that will not be made
-    for node in order:
+    for node in nodes:
         selected = not only or node.name in only
         known = {need: success for need in node.needs if (success := made[need].success)}
         unknown = [need for need in node.needs if need not in known]
@@ -267,10 +251,10 @@ def _missing_input(name: str, missing: str, made: Mapping[str, Decision], *, onl
     )
 
 
-def downstream(order: Sequence[Node], first: str) -> list[str]:
+def downstream(nodes: Sequence[Node], first: str) -> list[str]:
     """`first` and all nodes that depend on it, in running order."""
     found = [first]
-    for node in order:
+    for node in nodes:
         if node.name != first and any(need in found for need in node.needs):
             found.append(node.name)
     return found

@@ -101,23 +101,15 @@ def run(
             engine.hub.close()
 
 
-@dataclass
-class _Running:
+@dataclass(frozen=True)
+class _Try:
+    """One try of a node: it runs, or waits to be retried."""
+
     decision: Decision
     handle: RunHandle
     attempt: str
-    since: float
-    faults: int  # in this launch, before this try
-
-
-@dataclass(frozen=True)
-class _Retry:
-    """A node that waits to be started again."""
-
-    decision: Decision
-    handle: RunHandle
-    faults: int
-    due: float  # time.monotonic()
+    since: float  # time.monotonic() of its start; of a retry: when it is due
+    faults: int = 0  # of the infrastructure, in this launch, before it
 
 
 class _Engine:
@@ -139,8 +131,8 @@ class _Engine:
         self.git_commit, self.lock = git_commit, lock
         self.hub = Hub()
         self.remote = ray.remote(max_retries=0, max_calls=MAX_CALLS)(execute)
-        self.running: dict[Any, _Running] = {}  # by Ray's reference
-        self.retries: dict[str, _Retry] = {}
+        self.running: dict[Any, _Try] = {}  # by Ray's reference
+        self.retries: dict[str, _Try] = {}
         self.reports: dict[str, NodeReport] = {}
         self.made: dict[str, Success] = {}
 
@@ -197,7 +189,7 @@ class _Engine:
         if any(need not in self.made for need in node.needs):
             return
         if node.name in self.retries:
-            if time.monotonic() >= self.retries[node.name].due and self._has_room(decision):
+            if time.monotonic() >= self.retries[node.name].since and self._has_room(decision):
                 retry = self.retries.pop(node.name)
                 self._submit(retry.decision, faults=retry.faults)
             return
@@ -269,7 +261,7 @@ class _Engine:
         task = Task(store, node.function, context, upstream, decision.ingredients, self.git_commit)
         options = {"name": f"node:{node.name}", "num_cpus": node.num_cpus, "num_gpus": node.num_gpus}
         reference = self.remote.options(**options).remote(task)
-        self.running[reference] = _Running(decision, handle, attempt, time.monotonic(), faults)
+        self.running[reference] = _Try(decision, handle, attempt, time.monotonic(), faults)
         self.display.line(f"[{node.name}] starts: {decision.reason}")
 
     def _collect(self, reference: Any) -> None:
@@ -302,7 +294,7 @@ class _Engine:
             self.display.line(f"[{node.name}] FAILED after {clock(seconds)}: {outcome.error}")
             self.display.line(f"[{node.name}] see {store.uri_of(posixpath.join(folder, attempts.ERROR))}")
 
-    def _retry_later(self, running: _Running, error: str) -> None:
+    def _retry_later(self, running: _Try, error: str) -> None:
         """The retry continues the same attempt if the node is resumable, and the same tracked run in any case."""
         node, faults = running.decision.node, running.faults + 1
         wait_sec = min(node.retry_wait_sec * 2 ** (faults - 1), _LONGEST_WAIT_SEC)
@@ -313,7 +305,7 @@ class _Engine:
             follows=running.attempt,
             known_attempts=(*running.decision.known_attempts, running.attempt),
         )
-        self.retries[node.name] = _Retry(decision, running.handle, faults, time.monotonic() + wait_sec)
+        self.retries[node.name] = replace(running, decision=decision, since=time.monotonic() + wait_sec, faults=faults)
         self.display.line(f"[{node.name}] lost ({error}); retries in {wait_sec:g} s")
 
     def _keep(self, decision: Decision) -> None:
