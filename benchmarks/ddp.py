@@ -2,7 +2,7 @@
 
     python benchmarks/ddp.py --config imagenet64 --stage size_upscale --out benchmarks/results/ddp
 
-The pipeline's own steps, loop, wrapper and sharing of a batch (spn/training.py, pipelines/parallel.py), without Ray:
+The pipeline's own steps, loop, wrapper and sharing of a batch (spn/training.py, pipelines/nodes/train.py), without Ray:
 what is compared is the training alone. Images are crops of the photos that come with the project, 8 bits; every run
 takes the same ones, with the same target slices, in the same order from the same initial weights. One optimiser step
 compiles and is not timed. Masks of dropout, which no preset of Table 4 has, agree where micro-batches have one size.
@@ -31,7 +31,8 @@ if __name__ == "__main__":
 
 from pipelines.config import stage_model_config
 from pipelines.loading import load
-from pipelines.nodes.parallel import make_forward, micro_batch_size, sum_over_workers
+from pipelines.nodes.memory import halved
+from pipelines.nodes.train import make_forward, sum_over_workers
 from spn.bitdepth import stage_values
 from spn.config import SPNConfig, TrainConfig
 from spn.evaluation import bits_per_dim, image_nats, scored_slices
@@ -128,7 +129,7 @@ def speed(job: Job, images: torch.Tensor, rank: int, num_workers: int) -> dict[s
     """Whole optimiser steps at the preset's global batch; batches are made before the clock starts."""
     config = dataclasses.replace(job.train, batch_size=job.speed_batch)
     share = config.batch_size // num_workers
-    size = micro_batch_size(share, most=config.micro_batch_size)
+    size = next(halved(config.micro_batch_size or share, divides=share))
     state, forward = start(job.model, config, images.device, seed=job.seed)
     steps = list(batches(job, config.batch_size, share, size, images, rank, num_steps=job.speed_steps + 1))
     began = time.perf_counter()
@@ -154,7 +155,7 @@ def curve(job: Job, images: torch.Tensor, rank: int, num_workers: int) -> dict[s
     """The training loop: bits/dim as the pipeline logs them, and at the end on held-out crops."""
     config = job.train
     share = config.batch_size // num_workers
-    size = micro_batch_size(share, most=config.micro_batch_size)
+    size = next(halved(config.micro_batch_size or share, divides=share))
     state, forward = start(job.model, config, images.device, seed=job.seed)
     valid = images[-NUM_VALID:].long()
     logged: list[dict[str, float]] = []
@@ -194,7 +195,7 @@ def start(model_config: SPNConfig, config: TrainConfig, device: torch.device, *,
     """A fresh state, with equal weights on all workers and in all runs, and what its steps call."""
     torch.manual_seed(seed)
     model = SPN(model_config).to(device)
-    return TrainState.create(model, config), make_forward(model, compiled=config.compile, mode=config.compile_mode)
+    return TrainState.create(model, config), make_forward(model, config)
 
 
 def batches(

@@ -25,7 +25,7 @@ from pipelines.overrides import notes, what_runs
 from pipelines.start import collect_garbage, show_status, start
 
 if TYPE_CHECKING:
-    from pipelines.nodes.own_images import OwnImages
+    from pipelines.nodes.images import UserImages
 
 UNUSABLE = 2
 INTERRUPTED = 130  # what shells make of SIGINT
@@ -154,15 +154,15 @@ def _config_of_pipeline(arguments: argparse.Namespace) -> ExperimentConfig:
     return config
 
 
-def _user_images(config: ExperimentConfig, only: tuple[str, ...]) -> OwnImages | None:
+def _user_images(config: ExperimentConfig, only: tuple[str, ...]) -> UserImages | None:
     """The images that `images` names, checked for what the command does with them; None if it names none."""
     if config.images is None:
         return None
     if only not in (("sample",), ("evaluate",)):
         raise UserError("images is for sample.py, which starts from them, and evaluate.py, which scores them")
-    from pipelines.nodes import own_images  # decoders of images
+    from pipelines.nodes import images  # decoders of images
 
-    return own_images.for_sampling(config) if only == ("sample",) else own_images.for_scoring(config)
+    return images.for_sampling(config) if only == ("sample",) else images.for_scoring(config)
 
 
 def _list_sources(_: argparse.Namespace) -> int:

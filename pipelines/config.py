@@ -17,8 +17,8 @@ from data_prep.config import DataConfig
 from spn.config import PRECISIONS, STAGES, DecoderConfig, EmbedderConfig, SPNConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from pipelines.nodes.own_images import OwnImages
-    from pipelines.nodes.training_samples import TrainingSamples
+    from pipelines.nodes.images import UserImages
+    from pipelines.nodes.pictures import TrainingSamples
 
 NOT_SEMANTIC = {"semantic": False}  # metadata of fields that decide no result: fingerprints leave them out
 SYSTEMS = (  # the paper's: decoder baseline, SPN, size, depth, and full multidimensional upscaling
@@ -235,7 +235,7 @@ class SampleImagesNodeConfig(DrawingConfig):
     num_given: int  # of use complete: slices in subscale order, or rows of a baseline
     given_bits: int  # bit depth of the given images
     num_draws: int  # per image
-    images: OwnImages = field(metadata=NOT_SEMANTIC, compare=False)  # the node's `source` is their digest
+    images: UserImages = field(metadata=NOT_SEMANTIC, compare=False)  # the node's `source` is their digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +245,7 @@ class ScoreImagesNodeConfig:
     batch_size: int  # images
     num_threads: int = field(metadata=NOT_SEMANTIC)
     device: str = field(metadata=NOT_SEMANTIC)
-    images: OwnImages = field(metadata=NOT_SEMANTIC, compare=False)
+    images: UserImages = field(metadata=NOT_SEMANTIC, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

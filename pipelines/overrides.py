@@ -16,7 +16,7 @@ from pipelines.dag.fingerprint import canonical
 from pipelines.loading import key_of, load
 
 if TYPE_CHECKING:
-    from pipelines.nodes.own_images import OwnImages
+    from pipelines.nodes.images import UserImages
 
 
 def notes(
@@ -65,7 +65,7 @@ def _stages_with_their_own(
     ]
 
 
-def what_runs(config: ExperimentConfig, *, only: Sequence[str], images: OwnImages | None) -> Any:
+def what_runs(config: ExperimentConfig, *, only: Sequence[str], images: UserImages | None) -> Any:
     """The nodes that a command runs, what decides the results of those upstream, and where all of it happens."""
     from pipelines import pipeline
 

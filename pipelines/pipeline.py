@@ -32,15 +32,15 @@ from pipelines.config import (
 )
 from pipelines.dag.node import Node
 from pipelines.loading import preset_names, to_yaml
-from pipelines.nodes.own_images import SAMPLE, SCORE, OwnImages
-from pipelines.nodes.training_samples import TrainingSamples
+from pipelines.nodes.images import SAMPLE, SCORE, UserImages
+from pipelines.nodes.pictures import TrainingSamples
 
 # Of a train node's output, what networks are loaded from: no optimiser state, no learning curve.
 WEIGHTS = ("checkpoint/config.json", "checkpoint/ema.safetensors")
 INGEST_CPUS = 0.25  # a train node's read tasks, beside its workers
 
 
-def nodes(config: ExperimentConfig, *, images: OwnImages | None = None, listed: bool = True) -> list[Node]:
+def nodes(config: ExperimentConfig, *, images: UserImages | None = None, listed: bool = True) -> list[Node]:
     """All nodes of the pipeline; with the user's images the one that reads them, and those upstream of it.
 
     listed: whether the raw images are listed, which fingerprints need. Raises UserError where there are none, or where
@@ -50,16 +50,15 @@ def nodes(config: ExperimentConfig, *, images: OwnImages | None = None, listed: 
     if images is not None:
         reads_them = _score_images if images.node == SCORE else _sample_images
         trains = [_train(config, stage) for stage in images.stages]
-        return [*map(_handed_over, [_prepare_data(config, reader, source), *trains, reads_them(config, images)])]
+        return [_prepare_data(config, reader, source), *trains, reads_them(config, images)]
     stages = stage_names(config)
-    made = [
+    return [
         _prepare_data(config, reader, source),
         *(_train(config, stage) for stage in stages),
         _evaluate(config, stages),
         _sample(config, stages),
         _report(config, stages),
     ]
-    return [*map(_handed_over, made)]
 
 
 def _listing(data: DataConfig) -> tuple[str, str]:
@@ -143,11 +142,11 @@ def _evaluate(config: ExperimentConfig, stages: list[str]) -> Node:
     )
 
 
-def _score_images(config: ExperimentConfig, images: OwnImages) -> Node:
+def _score_images(config: ExperimentConfig, images: UserImages) -> Node:
     resources = config.resources.per_node["evaluate"]
     return Node(
         name=SCORE,
-        function="pipelines.nodes.score_images:run",
+        function="pipelines.nodes.images:score",
         needs=tuple(map(train_node, images.stages)),
         reads=_weights(images.stages),
         config=ScoreImagesNodeConfig(
@@ -175,12 +174,12 @@ def _sample(config: ExperimentConfig, stages: list[str]) -> Node:
     )
 
 
-def _sample_images(config: ExperimentConfig, images: OwnImages) -> Node:
+def _sample_images(config: ExperimentConfig, images: UserImages) -> Node:
     drawing = _drawing(config, images.stages)
     assert images.use is not None
     return Node(
         name=SAMPLE,
-        function="pipelines.nodes.sample_images:run",
+        function="pipelines.nodes.images:sample",
         needs=tuple(map(train_node, images.stages)),
         reads=_weights(images.stages),
         config=SampleImagesNodeConfig(
@@ -257,18 +256,3 @@ def _with_workers(resources: NodeResources) -> dict[str, Any]:
 
 def _retries(resources: NodeResources) -> dict[str, Any]:
     return {"max_failures": resources.max_failures, "retry_wait_sec": resources.retry_wait_sec}
-
-
-TYPED: frozenset[str] = frozenset()  # modules of nodes whose functions read dataclasses; the others get mappings
-
-
-def _handed_over(node: Node) -> Node:
-    if node.module.rpartition(".")[2] in TYPED:
-        return node
-    fields = {f.name: f.metadata.get("semantic", True) for f in dataclasses.fields(node.config)}
-    config = {name: getattr(node.config, name) for name, semantic in fields.items() if semantic}
-    options = {name: getattr(node.config, name) for name, semantic in fields.items() if not semantic}
-    if data := config.get("data"):
-        options |= {"root": data.root, "max_quarantine_fraction": data.max_quarantine_fraction}
-        config["data"] = dataclasses.replace(data, root=None, max_quarantine_fraction=None)
-    return dataclasses.replace(node, config=config, options=options)

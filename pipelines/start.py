@@ -27,7 +27,7 @@ from pipelines.loading import resolve_storage, to_yaml
 from pipelines.project import SOURCES, git_commit
 
 if TYPE_CHECKING:
-    from pipelines.nodes.own_images import OwnImages
+    from pipelines.nodes.images import UserImages
 
 DONE, NODE_FAILED = 0, 1
 MARKER = "config.yaml"  # its `name` says whose run folder this is
@@ -41,7 +41,7 @@ def start(
     keep: Sequence[str] = (),
     start_from: Sequence[str] = (),
     dry_run: bool = False,
-    images: OwnImages | None = None,
+    images: UserImages | None = None,
 ) -> int:
     """Runs the config's nodes (`only` these, if any; with `images` the one that reads them), returns the exit code.
 

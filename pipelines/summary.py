@@ -13,10 +13,10 @@ from data_prep.files import Store, join, open_store
 from data_prep.parquet import open_dataset
 from pipelines.dag.run import RunReport
 from pipelines.mlflow_uri import ui_command
-from pipelines.nodes.own_images import SAMPLE, SCORE
+from pipelines.nodes.images import SAMPLE, SCORE
 
 DATASET, SAMPLES, REPORT = "dataset", "samples", "report.html"
-OWN, RECORD = "own_images", "record.json"  # of the nodes sample_images and score_images
+OWN, RECORD = "user_images", "record.json"  # of the nodes sample_images and score_images
 
 
 def publish(report: RunReport, store: Store) -> dict[str, str]:
@@ -41,7 +41,7 @@ def publish(report: RunReport, store: Store) -> dict[str, str]:
 
 
 def _publish_own(report: RunReport, store: Store) -> dict[str, str]:
-    """Copies what was made of the user's own images to own_images/<use or scores>/, which then holds the latest."""
+    """Copies what was made of the user's images to user_images/<use or scores>/, which then holds the latest."""
     made = {}
     for name, what in ((SAMPLE, "grid"), (SCORE, "scores")):
         node = report.nodes.get(name)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 import torch
 from PIL import Image
 
-from data_prep import files as storage
-from data_prep.files import UserError
+from data_prep.files import UserError, join, open_store
 from data_prep.parquet import Dataset, open_dataset, pixels, read_shard
 from pipelines.dag.node import NodeContext, NodeResult
 from pipelines.nodes.inputs import log_split, split_digest
@@ -24,61 +23,85 @@ from spn.bitdepth import stage_values
 from spn.config import SPNConfig
 from spn.evaluation import Histogram, bits_per_dim, chain_nats, image_nats, raw_entropy_bits
 
+if TYPE_CHECKING:
+    from pipelines.config import EvaluateNodeConfig
+
 RESULTS, PER_IMAGE = "results.json", "per_image.parquet"
 
 
-def run(context: NodeContext) -> NodeResult:
-    """config: dataset, stages (in chain order), batch_size. options: num_threads, device."""
-    torch.set_num_threads(context.options["num_threads"])
-    stages: list[str] = context.config["stages"]
-    data = context.inputs["prepare_data"]
-    dataset = open_dataset(storage.join(data.uri, data.named["dataset"]))
-    device = context.options["device"]
-    models = load_stages(context.inputs, stages, device=device)
+class Part(TypedDict):
+    """Bits/dim of a stage's dims, or of the whole chain's."""
+
+    bits_per_dim: float
+    uniform: float
+    histogram: float
+
+
+class Results(TypedDict):
+    """results.json."""
+
+    dataset: str
+    num_images: int
+    image_size: int
+    stages: dict[str, Part]
+    total: Part
+    generated_bits: int
+    raw_entropy: float
+    png: float
+    size_upscale_as_plain_spn: NotRequired[float]
+
+
+def run(context: NodeContext[EvaluateNodeConfig]) -> NodeResult:
+    config = context.config
+    torch.set_num_threads(config.num_threads)
+    stages, data = config.stages, context.inputs["prepare_data"]
+    dataset = open_dataset(join(data.uri, data.named["dataset"]))
+    models = load_stages(context.inputs, stages, device=config.device)
     size = models[stages[0]].config.image_size
     num_test = dataset.num_images("test")
     if num_test == 0:
-        raise UserError(f"data.num_test_photos: data set {dataset.manifest.dataset} has no test images")
+        raise UserError(f"data.num_test_photos: dataset {dataset.manifest.dataset} has no test images")
     keys: list[str] = []
     nats: dict[str, list[float]] = {stage: [] for stage in stages}
     plain_spn: list[float] = []  # size_upscale with slice (0, 0) as well: the same network as a model of its own
     raw: list[np.ndarray] = []
-    for names, images in _batches(dataset, size, batch=context.config["batch_size"]):
-        image = torch.from_numpy(images.copy()).to(device).permute(0, 3, 1, 2).long()
+    for names, images in _batches(dataset, size, batch=config.batch_size):
+        image = torch.from_numpy(images.copy()).to(config.device).permute(0, 3, 1, 2).long()
         for stage, part in chain_nats(models, image).items():
             nats[stage] += part.tolist()
             if _first_given(stage, stages):
-                config = models[stage].config
-                values, _ = stage_values(image, stored_bits=8, given_bits=0, num_bits=config.num_bits)
+                values, _ = stage_values(image, stored_bits=8, given_bits=0, num_bits=models[stage].config.num_bits)
                 plain_spn += (part + image_nats(models[stage], values, None, slices=range(1))).tolist()
         keys += names
         raw.append(images)
         context.progress.update(len(keys), num_test, unit="images", note=_note(nats, len(keys), size))
     test = np.concatenate(raw)
     histogram = _train_histogram(dataset, size)
-    results = {
-        "dataset": dataset.manifest.dataset,
-        "num_images": num_test,
-        "image_size": size,
-        "stages": {
-            stage: {
-                "bits_per_dim": _bits(sum(nats[stage]), num_test, size),
-                **_baselines(models[stage].config, test, histogram, first_given=_first_given(stage, stages)),
-            }
-            for stage in stages
-        },
+    parts = {
+        stage: _part(sum(nats[stage]), models[stage].config, test, histogram, first_given=_first_given(stage, stages))
+        for stage in stages
     }
-    parts = results["stages"].values()
-    results["total"] = {key: sum(part[key] for part in parts) for key in ("bits_per_dim", "uniform", "histogram")}
-    results["generated_bits"] = models[stages[-1]].config.num_given_bits + models[stages[-1]].config.num_bits
-    results["raw_entropy"] = raw_entropy_bits(test)
-    results["png"] = _png_bits_per_dim(test)
+    last = models[stages[-1]].config
+    results = Results(
+        dataset=dataset.manifest.dataset,
+        num_images=num_test,
+        image_size=size,
+        stages=parts,
+        total=Part(
+            bits_per_dim=sum(part["bits_per_dim"] for part in parts.values()),
+            uniform=sum(part["uniform"] for part in parts.values()),
+            histogram=sum(part["histogram"] for part in parts.values()),
+        ),
+        generated_bits=last.num_given_bits + last.num_bits,
+        raw_entropy=raw_entropy_bits(test),
+        png=_png_bits_per_dim(test),
+    )
     if plain_spn:
         results["size_upscale_as_plain_spn"] = _bits(sum(plain_spn), num_test, size)
-    store = storage.open_store(context.out)
+    store = open_store(context.out)
     store.write_text(RESULTS, json.dumps(results, indent=1))
     store.write_bytes(PER_IMAGE, _per_image(keys, nats, size))
-    metrics = {f"test/bits_per_dim/{stage}": part["bits_per_dim"] for stage, part in results["stages"].items()}
+    metrics = {f"test/bits_per_dim/{stage}": part["bits_per_dim"] for stage, part in parts.items()}
     metrics["test/bits_per_dim/total"] = results["total"]["bits_per_dim"]
     with context.run.open() as run:
         run.log_metrics({"test/bits_per_dim": results["total"]["bits_per_dim"], **metrics})
@@ -89,7 +112,7 @@ def run(context: NodeContext) -> NodeResult:
     return NodeResult(outputs={"results": RESULTS, "per_image": PER_IMAGE}, metrics=metrics)
 
 
-def _first_given(stage: str, stages: list[str]) -> bool:
+def _first_given(stage: str, stages: Sequence[str]) -> bool:
     return stage == "size_upscale" and "first_slice" in stages
 
 
@@ -119,23 +142,25 @@ def _train_histogram(dataset: Dataset, size: int) -> Histogram:
     return histogram
 
 
-def _baselines(config: SPNConfig, test: np.ndarray, histogram: Histogram, *, first_given: bool) -> dict[str, float]:
-    """Bits/dim that a uniform distribution and the histogram need for the very dims that a stage answers for."""
+def _part(nats: float, config: SPNConfig, test: np.ndarray, histogram: Histogram, *, first_given: bool) -> Part:
+    """Bits/dim of the dims that a stage answers for, beside what a uniform distribution and the histogram need."""
     size, step = config.image_size, config.scaling_factor
-    first = test[:, ::step, ::step]
-    nats = {"all": 0.0, "first": 0.0}
-    for name, part in (("all", test), ("first", first)):
-        nats[name] = histogram.nats(part, given_bits=config.num_given_bits, num_bits=config.num_bits)
-    share = 1 / config.num_slices
-    if config.stage == "first_slice":
-        chosen, part = nats["first"], share
-    else:
-        chosen, part = (nats["all"] - nats["first"], 1 - share) if first_given else (nats["all"], 1.0)
-    return {"uniform": config.num_bits * part, "histogram": _bits(chosen, len(test), size)}
+
+    def counted(images: np.ndarray) -> float:
+        return histogram.nats(images, given_bits=config.num_given_bits, num_bits=config.num_bits)
+
+    share, chosen = 1 / config.num_slices, counted(test[:, ::step, ::step])
+    if config.stage != "first_slice":
+        share, chosen = (1 - share, counted(test) - chosen) if first_given else (1.0, counted(test))
+    return Part(
+        bits_per_dim=_bits(nats, len(test), size),
+        uniform=config.num_bits * share,
+        histogram=_bits(chosen, len(test), size),
+    )
 
 
 def _png_bits_per_dim(test: np.ndarray) -> float:
-    """Size of the images as PNG files (8 bits, Pillow's best effort), in bits for each dim."""
+    """Size of the images as PNG files (8 bits, Pillow's best effort), in bits per dim."""
     total = 0
     for image in test:
         buffer = io.BytesIO()
@@ -155,7 +180,7 @@ def _per_image(keys: list[str], nats: Mapping[str, list[float]], size: int) -> b
 
 
 def _tell_train_runs(
-    context: NodeContext, results: Mapping[str, Any], configs: Mapping[str, SPNConfig], test_set: str
+    context: NodeContext[EvaluateNodeConfig], results: Results, configs: Mapping[str, SPNConfig], test_set: str
 ) -> None:
     """Each stage's own run gets its test score, so that the UI's compare page has it in one column, and its network
     becomes a version in the model registry."""

@@ -1,4 +1,5 @@
-"""Samples as people look at them: PNGs, grids, an animation of one image in its order of generation.
+"""Samples as people look at them: PNGs, grids, an animation of one image in its order of generation, and grids of a
+network while it trains.
 
 N images, H W image, h w slice, S scaling factor. Arrays are uint8 (N, H, W, 3), values of some number of bits until
 `display` spreads them over 0 .. 255.
@@ -8,13 +9,18 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
-from spn.bitdepth import to_display
+from spn.bitdepth import join_depth, stage_values, to_display
 from spn.config import SPNConfig
+from spn.model import SPN
+from spn.ordering import image_to_slices
+from spn.sampling import sample_stage, uniforms
 
 MARGIN = 2  # pixels between images of a grid
 UNKNOWN = 128  # gray of what is not generated yet
@@ -31,7 +37,7 @@ def display(values: np.ndarray, *, num_bits: int) -> np.ndarray:
 def after_stages(values: np.ndarray, configs: Mapping[str, SPNConfig]) -> dict[str, np.ndarray]:
     """{stage: pictures of what was known after it} from whole images of the last stage's depth.
 
-    Nothing else need be kept of a chain: each stage's outcome is what the final image holds in its high bits.
+    Nothing else has to be kept of a chain: each stage's outcome is what the final image holds in its high bits.
     """
     final = _depth(list(configs.values())[-1])
     pictures = {}
@@ -55,7 +61,7 @@ def grid(images: np.ndarray, *, columns: int | None = None) -> np.ndarray:
 
 
 def side_by_side(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """One row for each image, one column for each array; smaller ones are enlarged by repeating pixels."""
+    """One row per image, one column per array; smaller ones are enlarged by repeating pixels."""
     side = max(images.shape[1] for images in columns)
     ordered = np.stack([enlarge(images, side // images.shape[1]) for images in columns], axis=1)
     return grid(ordered.reshape(-1, side, side, 3), columns=len(columns))
@@ -106,7 +112,7 @@ def _frame(image: np.ndarray, bits: np.ndarray, final: int) -> np.ndarray:
 
 
 def animation(frames: Sequence[np.ndarray]) -> bytes:
-    """Lossless animated WebP that repeats for ever and rests on its last frame."""
+    """Lossless animated WebP that loops and rests on its last frame."""
     factor = max(1, ANIMATION_SIDE // frames[0].shape[0])
     pictures = [Image.fromarray(enlarged) for enlarged in enlarge(np.stack(frames), factor)]
     buffer = io.BytesIO()
@@ -125,3 +131,52 @@ def png(image: np.ndarray) -> bytes:
 
 def _depth(config: SPNConfig) -> int:
     return config.num_given_bits + config.num_bits
+
+
+# ---- while a network trains ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainingSamples:
+    """When and what to draw. Picklable; training does not depend on it."""
+
+    every_steps: int
+    num_images: int
+    first_given: bool  # a first_slice stage draws slice (0, 0): size_upscale is given it
+    seed: int
+
+    def due(self, step: int, *, eval_every_steps: int, num_steps: int) -> bool:
+        """At the first validation at or after each multiple of every_steps, and at the last one."""
+        before = step - 1 - (step - 1) % eval_every_steps  # the step of the validation before
+        return step == num_steps or step // self.every_steps > before // self.every_steps
+
+    def picture(self, model: SPN, image: Tensor, *, stored_bits: int, precision: str) -> np.ndarray:
+        """Images [N, 3, H, W] of stored_bits bits, on the network's device -> uint8 [h, w, 3].
+
+        One stage alone: what upscaling is given comes from validation images, not from stages that may not be trained
+        yet. One row per image: what the network is given, what it draws, the image itself; where it is given nothing, a
+        square of what it draws. Always from the same random numbers; torch's random state stays as it is.
+        """
+        config = model.config
+        values, given = stage_values(
+            image, stored_bits=stored_bits, given_bits=config.num_given_bits, num_bits=config.num_bits
+        )
+        uniform = uniforms(self.seed, stage=config.stage, images=range(len(image)), image_size=config.image_size)
+        first = None
+        if config.stage == "size_upscale" and self.first_given:
+            first = image_to_slices(values, config.scaling_factor)[:, :1]
+        drawn = sample_stage(model, uniform.to(image.device), given=given, slices=first, precision=precision)
+        if given is not None:
+            columns = [_shown(given, config.num_given_bits)]
+            drawn, values = (join_depth(given, low, num_bits=config.num_bits) for low in (drawn, values))
+        elif first is not None:
+            columns = [_shown(first[:, 0], config.num_bits)]
+        else:
+            return grid(_shown(drawn, config.num_bits))
+        depth = config.num_given_bits + config.num_bits
+        return side_by_side([*columns, _shown(drawn, depth), _shown(values, depth)])
+
+
+def _shown(values: Tensor, num_bits: int) -> np.ndarray:
+    """[N, 3, h, w] values of num_bits bits -> uint8 [N, h, w, 3]."""
+    return display(values.permute(0, 2, 3, 1).cpu().numpy(), num_bits=num_bits)

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import TYPE_CHECKING
 
 from data_prep import card
-from data_prep import files as storage
 from data_prep.build import TooManyUnusable, build
-from data_prep.files import UserError
+from data_prep.files import UserError, join
 from data_prep.parquet import Manifest
 from data_prep.sources import Unplannable, UnusableSource
 from pipelines.dag.node import NodeContext, NodeResult
 
+if TYPE_CHECKING:
+    from pipelines.config import PrepareDataNodeConfig
+
 FOLDER = "dataset"
 
 
-def run(context: NodeContext) -> NodeResult:
-    """config: data (DataConfig without what is in options). options: root, max_quarantine_fraction, num_cpus of a task.
+def run(context: NodeContext[PrepareDataNodeConfig]) -> NodeResult:
+    """Raises UserError for a source that cannot be used, or not with this config.
 
-    Raising max_quarantine_fraction after a build gave up makes no other data set: it resumes. Raises UserError for a
-    source that cannot be used, or not with this configuration.
+    A build that gave up is resumed with a higher max_quarantine_fraction: that makes no other dataset.
     """
-    options = {name: context.options[name] for name in ("root", "max_quarantine_fraction")}
-    config = dataclasses.replace(context.config["data"], **options)
+    config = context.config
 
     def report(done: int, total: int, quarantined: int) -> None:
         context.progress.update(done, total, unit="images", note=f"{quarantined} quarantined")
 
-    out = storage.join(context.out, FOLDER)
+    out = join(context.out, FOLDER)
     try:
-        manifest = build(config, out=out, progress=report, num_cpus_per_task=context.options["num_cpus"])
+        manifest = build(config.data, out=out, progress=report, num_cpus_per_task=config.num_cpus)
     except (UnusableSource, TooManyUnusable) as error:
         raise UserError(f"data.root: {error}") from error
     except Unplannable as error:
@@ -39,7 +39,7 @@ def run(context: NodeContext) -> NodeResult:
         run.log_text(manifest.to_json(), "manifest.json")
         run.log_text(card.text(manifest), "dataset.md")
         run.log_metrics(metrics)
-    digests = {storage.join(FOLDER, shard.path): shard.sha256 for shard in manifest.shards}
+    digests = {join(FOLDER, shard.path): shard.sha256 for shard in manifest.shards}
     return NodeResult(outputs={"dataset": FOLDER}, metrics=metrics, sha256=digests)
 
 

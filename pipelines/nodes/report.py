@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING
 
 import matplotlib
 
@@ -15,10 +15,14 @@ matplotlib.use("Agg")  # no display on a cluster
 
 from matplotlib.figure import Figure  # noqa: E402
 
-from data_prep import files as storage
+from data_prep.files import join, open_store
 from data_prep.parquet import Manifest, open_dataset
 from pipelines.dag.masking import mask_uris
 from pipelines.dag.node import NodeContext, NodeResult
+
+if TYPE_CHECKING:
+    from pipelines.config import ReportNodeConfig
+    from pipelines.nodes.evaluate import Part, Results
 
 PAGE = "report.html"
 STYLE = """
@@ -40,19 +44,19 @@ PARTS = {
 }
 
 
-def run(context: NodeContext) -> NodeResult:
-    """config: name, preset (None: the configuration is a file of the user's), stages (in chain order), yaml. Reads what
-    every other node left."""
-    stages: list[str] = context.config["stages"]
-    results = json.loads(_read(context, "evaluate", "results"))
+def run(context: NodeContext[ReportNodeConfig]) -> NodeResult:
+    """Reads what every other node left."""
+    config = context.config
+    stages = config.stages
+    results: Results = json.loads(_read(context, "evaluate", "results"))
     histories = {stage: json.loads(_read(context, f"train_{stage}", "history")) for stage in stages}
     data = context.inputs["prepare_data"]
-    manifest = open_dataset(storage.join(data.uri, data.named["dataset"])).manifest
+    manifest = open_dataset(join(data.uri, data.named["dataset"])).manifest
     samples = context.inputs["sample"]
-    store = storage.open_store(samples.uri).sub(samples.named["samples"])
+    store = open_store(samples.uri).sub(samples.named["samples"])
     pictures = {stage: store.read_bytes(f"{stage}.png") for stage in stages}
     page = _page(
-        name=context.config["name"],
+        name=config.name,
         body="".join(
             [
                 _bits_section(results, stages),
@@ -60,19 +64,19 @@ def run(context: NodeContext) -> NodeResult:
                 _curves_section(histories),
                 _data_section(manifest),
                 _rerun_section(context, stages),
-                f"<h2>Configuration</h2><pre>{escape(mask_uris(context.config['yaml']))}</pre>",
+                f"<h2>Configuration</h2><pre>{escape(mask_uris(config.yaml))}</pre>",
             ]
         ),
     )
-    storage.open_store(context.out).write_text(PAGE, page)
+    open_store(context.out).write_text(PAGE, page)
     with context.run.open() as run:
         run.log_text(page, PAGE)
     return NodeResult(outputs={"report": PAGE}, metrics={})
 
 
-def _read(context: NodeContext, node: str, name: str) -> bytes:
+def _read(context: NodeContext[ReportNodeConfig], node: str, name: str) -> bytes:
     output = context.inputs[node]
-    return storage.open_store(output.uri).read_bytes(output.named[name])
+    return open_store(output.uri).read_bytes(output.named[name])
 
 
 def _page(*, name: str, body: str) -> str:
@@ -85,7 +89,7 @@ def _page(*, name: str, body: str) -> str:
     )
 
 
-def _bits_section(results: Mapping[str, Any], stages: Sequence[str]) -> str:
+def _bits_section(results: Results, stages: Sequence[str]) -> str:
     rows = []
     for stage in stages:
         part = results["stages"][stage]
@@ -120,7 +124,7 @@ def _bits_section(results: Mapping[str, Any], stages: Sequence[str]) -> str:
     )
 
 
-def _row(label: str, part: Mapping[str, float], css: str = "") -> str:
+def _row(label: str, part: Part, css: str = "") -> str:
     best = " class=best" if part["bits_per_dim"] < part["histogram"] else ""
     numbers = f"<td{best}>{part['bits_per_dim']:.3f}<td>{part['histogram']:.3f}<td>{part['uniform']:.3f}"
     return f"<tr{css}><td>{label}{numbers}</tr>"
@@ -133,7 +137,7 @@ def _samples_section(pictures: Mapping[str, bytes], chain: bytes, film: bytes, s
     )
     order = " → ".join(escape(stage) for stage in stages)
     return (
-        f"<h2>Samples</h2><div class=grids>{grids}</div><p>One image a row, after each stage ({order}):</p>"
+        f"<h2>Samples</h2><div class=grids>{grids}</div><p>One image per row, after each stage ({order}):</p>"
         f"{_image(chain, scale=2)}<p>The first of them in its order of generation, slice after slice, then depth:</p>"
         f'<img class=pixels src="{_inline(film, kind="webp")}">'
     )
@@ -166,7 +170,7 @@ def _curves_section(histories: Mapping[str, Sequence[Mapping[str, float]]]) -> s
     figure.savefig(buffer, format="png", dpi=110)
     return (
         f'<h2>Learning curves</h2><img src="{_inline(buffer.getvalue())}"><p class=muted>Bits/dim of the stage’s own '
-        "part; train: estimate from one random slice an image; valid: exact, Polyak-averaged weights, all slices.</p>"
+        "part; train: estimate from one random slice per image; valid: exact, Polyak-averaged weights, all slices.</p>"
     )
 
 
@@ -178,8 +182,8 @@ def _data_section(manifest: Manifest) -> str:
     return f"<h2>Data</h2><p>{escape(manifest.dataset)}: {counts} images. {aside}</p>"
 
 
-def _rerun_section(context: NodeContext, stages: Sequence[str]) -> str:
-    command = "python pipelines/full_multidim.py --config " + escape(context.config["preset"] or "FILE.yaml")
+def _rerun_section(context: NodeContext[ReportNodeConfig], stages: Sequence[str]) -> str:
+    command = "python pipelines/full_multidim.py --config " + escape(context.config.preset or "FILE.yaml")
     rows = "".join(
         f"<tr><td>{escape(node)}<td>{escape(output.attempt)}<td>{_run_link(context, output.mlflow_run_id)}</tr>"
         for node, output in context.inputs.items()
@@ -188,26 +192,25 @@ def _rerun_section(context: NodeContext, stages: Sequence[str]) -> str:
         f"<h2>Rerun</h2><pre>{command}                                  # skips what is up to date\n"
         f"{command} --rerun train_{escape(stages[-1])}   # that node, then what depends on it\n"
         f"{command} --dry-run                        # what would run, and why</pre>"
-        "<p class=muted>With the key=value settings of this start, if it had any.</p>"
+        "<p class=muted>With the key=value settings of this launch, if it had any.</p>"
         f"<table><tr><th>node<th>attempt<th>MLflow run</tr>{rows}</table>{_compare_note(context, stages)}"
     )
 
 
-def _run_link(context: NodeContext, run_id: str | None) -> str:
+def _run_link(context: NodeContext[ReportNodeConfig], run_id: str | None) -> str:
     if run_id is None:
         return "–"
-    if not context.run.run_id:  # nothing is recorded by this start: where the run is to be seen is not known
+    if not context.run.run_id:  # this launch records nothing, so the UI's address is not known
         return escape(run_id)
     return f'<a href="{escape(context.run.link(run_id))}">{escape(run_id)}</a>'
 
 
-def _compare_note(context: NodeContext, stages: Sequence[str]) -> str:
-    runs = [context.inputs[f"train_{stage}"].mlflow_run_id for stage in stages]
-    if not context.run.run_id or None in runs:
+def _compare_note(context: NodeContext[ReportNodeConfig], stages: Sequence[str]) -> str:
+    found = [context.inputs[f"train_{stage}"].mlflow_run_id for stage in stages]
+    runs = [run_id for run_id in found if run_id is not None]
+    if not context.run.run_id or len(runs) < len(found):
         return ""
     note = f'<p><a href="{escape(context.run.compare_link(runs))}">The stages side by side in MLflow</a>'
     if context.run.uri.startswith("sqlite:"):
-        note += (
-            f" <span class=muted>(while <code>make ui RUN=FOLDER/{escape(context.config['name'])}</code> runs)</span>"
-        )
+        note += f" <span class=muted>(while <code>make ui RUN=FOLDER/{escape(context.config.name)}</code> runs)</span>"
     return note + "</p>"

@@ -1,43 +1,60 @@
-"""sample: images drawn through the whole chain, with what each stage made of them side by side."""
+"""sample: images drawn through the whole chain by several workers, and what each stage made of them side by side.
+
+Which worker draws a chunk of images, in which order and after how many restarts changes nothing: an image's randomness
+follows from its own seed, and the number of images drawn at once is recorded in the attempt before anything is drawn. A
+chunk's Parquet file appears whole, after its PNGs: a later start of the same attempt finds what is done and draws the
+rest. How a network draws stands in spn/sampling.py and spn/decoding.py.
+
+    images/<key>.png                                     8 bits per channel, for the eye
+    res=<R>/bits=<B>/samples-00000-of-00004.parquet      columns as in data_prep/parquet.py, values of B bits
+    chunks.json                                          {"batch_size": images drawn at once}
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from data_prep import files as storage
-from pipelines.dag.node import NodeContext, NodeResult
-from pipelines.nodes.drawing import Job, chunk_size, chunks_of, draw, read_chunks
-from pipelines.nodes.pictures import after_stages, animation, generation_frames, grid, png, side_by_side
-from pipelines.nodes.trained import checkpoint_step, load_stage_configs
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from data_prep.files import Store, UserError, open_store
+from data_prep.parquet import ShardWriter, pixels, schema, shard_path
+from pipelines.dag.node import NodeContext, NodeOutput, NodeResult
+from pipelines.nodes.memory import halved, largest_that_fits
+from pipelines.nodes.pictures import after_stages, animation, display, generation_frames, grid, png, side_by_side
+from pipelines.nodes.trained import checkpoint_step, load_stage_configs, load_stages
+from spn.config import SPNConfig
+from spn.model import SPN
+from spn.ordering import image_to_slices
+from spn.sampling import Decode, rows_to_sample, sample_chain, sample_stage
+
+if TYPE_CHECKING:
+    from pipelines.config import DrawingConfig, SampleNodeConfig
+    from pipelines.dag.progress import Reporter
 
 FOLDER, CHAIN, ANIMATION, RECORD = "samples", "chain.png", "generation.webp", "samples.json"
 NUM_SHOWN = 64  # images in the grids
+SPLIT, IMAGES, CHUNKS = "samples", "images", "chunks.json"
+MOST_ON_GPU = 1024  # drawn at once: the cost per image hardly falls beyond, and only whole chunks are kept
+ON_CPU = 16  # one thread draws a chunk, and only whole chunks are kept
 
 
-def run(context: NodeContext) -> NodeResult:
-    """config: stages (in chain order), num_images, batch_size (None: what fits), seed, precision, temperature, top_p
-    {stage: value}.
-
-    options: resources.
-    """
-    config, stages = context.config, context.config["stages"]
-    store = storage.open_store(context.out).sub(FOLDER)
-    keys = [f"{index:05d}" for index in range(config["num_images"])]
-    configs, resources = load_stage_configs(context.inputs, stages), context.options["resources"]
-    size = chunk_size(config["batch_size"], num_images=len(keys), store=store, resources=resources)
-    chunks = chunks_of(keys, range(config["num_images"]), size=size)
-    job = Job(
-        inputs=context.inputs,
-        stages=stages,
-        seed=config["seed"],
-        temperature=config["temperature"],
-        top_p=config["top_p"],
-        precision=config["precision"],
-        out=store.uri,
-        num_chunks=len(chunks),
-    )
-    draw(job, chunks, resources=resources, progress=context.progress)
-    values = read_chunks(store, configs, num_chunks=len(chunks), most=NUM_SHOWN)
+def run(context: NodeContext[SampleNodeConfig]) -> NodeResult:
+    config = context.config
+    store = open_store(context.out).sub(FOLDER)
+    numbers = range(config.num_images)
+    images = ToDraw(tuple(f"{number:05d}" for number in numbers), tuple(numbers))
+    chunks = draw(Job(config, context.inputs, store.uri), images, progress=context.progress)
+    configs = load_stage_configs(context.inputs, config.stages)
+    values = read_chunks(store, configs, chunks, most=NUM_SHOWN)
     pictures = after_stages(values, configs)
     grids = {stage: grid(images) for stage, images in pictures.items()}
     chain = side_by_side(list(pictures.values()))
@@ -45,8 +62,7 @@ def run(context: NodeContext) -> NodeResult:
         store.write_bytes(f"{stage}.png", png(picture))
     store.write_bytes(CHAIN, png(chain))
     store.write_bytes(ANIMATION, animation(generation_frames(values[0], list(configs.values()))))
-    networks = {stage: context.inputs[f"train_{stage}"].attempt for stage in stages}
-    store.write_text(RECORD, json.dumps({**config, "batch_size": size, "networks": networks}, indent=1))
+    store.write_text(RECORD, json.dumps(record(context, chunks), indent=1))
     with context.run.open() as run:
         for stage, picture in grids.items():
             run.log_image(picture, key=f"samples/{stage}")
@@ -55,7 +71,299 @@ def run(context: NodeContext) -> NodeResult:
         output = context.inputs[f"train_{stage}"]
         with context.run.at(output.mlflow_run_id).open() as run:
             run.log_image(picture, key="samples", step=checkpoint_step(output))
-    return NodeResult(
-        outputs={"samples": FOLDER},
-        metrics={"images/sampled": float(config["num_images"]), "images/batch_size": float(size)},
-    )
+    return NodeResult(outputs={"samples": FOLDER}, metrics=counts(chunks))
+
+
+def counts(chunks: Sequence[Chunk]) -> dict[str, float]:
+    return {
+        "images/sampled": float(sum(len(chunk.images.keys) for chunk in chunks)),
+        "images/batch_size": float(len(chunks[0].images.keys)),
+    }
+
+
+def record(context: NodeContext[Any], chunks: Sequence[Chunk]) -> dict[str, Any]:
+    """How the images were drawn, as JSON."""
+    config: DrawingConfig = context.config
+    left_out = {field.name for field in dataclasses.fields(config) if not field.metadata.get("semantic", True)}
+    settings = {name: value for name, value in vars(config).items() if name not in left_out}
+    networks = {stage: context.inputs[f"train_{stage}"].attempt for stage in config.stages}
+    return {**settings, "batch_size": len(chunks[0].images.keys), "networks": networks}
+
+
+# ---- chunks -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ToDraw:
+    """Images to draw. Picklable."""
+
+    keys: tuple[str, ...]  # their names
+    seeds: tuple[int | str, ...]  # what seeds each one's draws
+    given: np.ndarray | None = None  # uint8 [N, h, w, 3]: what each starts from
+
+    def __getitem__(self, part: slice) -> ToDraw:
+        return ToDraw(self.keys[part], self.seeds[part], None if self.given is None else self.given[part])
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Images that are drawn in one batch. Picklable."""
+
+    index: int
+    of: int  # chunks
+    images: ToDraw
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker gets. Picklable."""
+
+    config: DrawingConfig
+    inputs: Mapping[str, NodeOutput]  # of the train nodes
+    out: str  # folder of the images
+    use: str | None = None  # of what is given: size_upscale, depth_upscale, complete; None: nothing is given
+    num_given: int = 0  # complete: slices in subscale order, or rows of a baseline
+
+
+def chunks_of(images: ToDraw, *, size: int) -> list[Chunk]:
+    """Consecutive chunks of `size` images; the last may be smaller."""
+    starts = range(0, len(images.keys), size)
+    return [Chunk(index, len(starts), images[start : start + size]) for index, start in enumerate(starts)]
+
+
+def draw(job: Job, images: ToDraw, *, progress: Reporter) -> list[Chunk]:
+    """Draws the chunks that are not on storage yet, side by side on resources.num_workers Ray actors; returns all.
+
+    A worker that dies is replaced and its chunk drawn again, resources.max_failures times; then Ray's error is raised.
+    What is finished stays on storage either way. Raises UserError if not even one image fits into a GPU.
+    """
+    import ray
+
+    store, configs = open_store(job.out), load_stage_configs(job.inputs, job.config.stages)
+    store.remove_temporaries()
+    resources, pixels_each = job.config.resources, pixels_to_draw(job, configs)
+    total = pixels_each * len(images.keys)
+    options = {
+        "num_cpus": resources.cpus_per_worker,
+        "num_gpus": resources.gpus_per_worker if resources.use_gpu else 0,
+        "max_restarts": resources.max_failures,
+        "max_task_retries": resources.max_failures,
+    }
+    worker_class = ray.remote(**options)(DrawingWorker)
+    workers: list[Any] = []
+
+    def start_workers(most: int) -> None:
+        while len(workers) < min(resources.num_workers, most):
+            workers.append(worker_class.remote(job, progress, total))
+
+    try:
+        size = recorded_size(store)
+        if size is None and not resources.use_gpu:
+            size = job.config.batch_size or ON_CPU
+        elif size is None:
+            start_workers(len(images.keys))
+            most = min(-(-len(images.keys) // resources.num_workers), job.config.batch_size or MOST_ON_GPU, MOST_ON_GPU)
+            size = min(ray.get([worker.largest_batch.remote(most) for worker in workers]))
+            if size == 0:
+                raise UserError(f"not even one image of {', '.join(configs)} fits into a GPU's memory at once")
+        store.write_text(CHUNKS, json.dumps({"batch_size": size}))
+        chunks = chunks_of(images, size=size)
+        present = {entry.path for entry in store.walk()}
+        todo = [chunk for chunk in chunks if not _is_finished(store, configs, chunk, present)]
+        left = sum(len(chunk.images.keys) for chunk in todo)
+        progress.update(total - pixels_each * left, total, unit="pixels", note=f"{size:,} images at once")
+        start_workers(len(todo))
+        running: dict[Any, tuple[Any, Chunk]] = {}
+        idle, waiting = list(workers), list(reversed(todo))
+        while waiting or running:
+            while waiting and idle:
+                worker, chunk = idle.pop(), waiting.pop()
+                running[worker.draw.remote(chunk)] = worker, chunk
+            (reference,), _ = ray.wait(list(running), num_returns=1)
+            worker, chunk = running.pop(reference)
+            ray.get(reference)  # raises what went wrong there
+            idle.append(worker)
+            _part(progress, chunk).update(pixels_each * len(chunk.images.keys), total, unit="pixels")
+    finally:
+        for worker in workers:
+            ray.kill(worker)
+    return chunks
+
+
+def recorded_size(store: Store) -> int | None:
+    """Images drawn at once, as an earlier start of the attempt found; None at the first."""
+    return json.loads(store.read_bytes(CHUNKS))["batch_size"] if store.exists(CHUNKS) else None
+
+
+def pixels_to_draw(job: Job, configs: Mapping[str, SPNConfig]) -> int:
+    """Pixel steps of one image: one for each pixel of each slice of each stage that is run."""
+    in_slices = job.use == "size_upscale" or (job.use == "complete" and job.config.stages[0] != "baseline")
+    known = 1 if job.use == "size_upscale" else job.num_given
+    rows = rows_to_sample(list(configs.values()), num_known_slices=known if in_slices else 0)
+    return rows * next(iter(configs.values())).slice_size
+
+
+# ---- a worker ---------------------------------------------------------------------------------------------------
+
+
+class _OneRow(Exception):
+    """Ends a trial."""
+
+
+class DrawingWorker:
+    """A process that keeps the networks loaded and draws one chunk after the other."""
+
+    def __init__(self, job: Job, progress: Reporter, total: int) -> None:
+        torch.set_num_threads(1)  # sums are the same whatever CPUs the worker was given
+        self.job, self.progress, self.total = job, progress, total
+        self.device = job.config.resources.device
+        self.decoders: dict[Any, Decode] = {}  # of chunks of `batch` images
+        self.batch = 0
+
+    @functools.cached_property
+    def models(self) -> dict[str, SPN]:
+        """Loaded by the first call: what fails in a constructor is to Ray a lost worker, which is replaced."""
+        return load_stages(self.job.inputs, self.job.config.stages, device=self.device)
+
+    def largest_batch(self, most: int) -> int:
+        """Images that can be drawn at once: `most`, or half, or a quarter, …; 0: not even one."""
+        return largest_that_fits(halved(most), self.try_batch)
+
+    def try_batch(self, batch: int) -> None:
+        """Draws the first row of every stage. What they allocate stays: a chunk of this size uses it again."""
+        self._make_room(batch)
+        config = self.job.config
+
+        def stop() -> None:
+            raise _OneRow
+
+        try:
+            for stage, model in self.models.items():
+                shape = (batch, 3, model.config.image_size, model.config.image_size)
+                given = torch.zeros(shape, dtype=torch.long, device=self.device)
+                with contextlib.suppress(_OneRow):
+                    sample_stage(
+                        model,
+                        torch.zeros(shape, dtype=torch.float64, device=self.device),
+                        given=given if model.config.num_given_bits else None,
+                        temperature=config.temperature[stage],
+                        top_p=config.top_p[stage],
+                        precision=config.precision,
+                        decoders=self.decoders,
+                        on_row=stop,
+                    )
+        except BaseException:
+            self._make_room(0)
+            raise
+
+    def _make_room(self, batch: int) -> None:
+        """Decoders of two sizes may not fit."""
+        if batch != self.batch:
+            self.decoders.clear()
+            self.batch = batch
+
+    def draw(self, chunk: Chunk) -> None:
+        """Draws a chunk and writes its files, the Parquet file last."""
+        config, images, part, done = self.job.config, chunk.images, _part(self.progress, chunk), 0
+        configs = {stage: model.config for stage, model in self.models.items()}
+        self._make_room(len(images.keys))
+        pixels_per_row = len(images.keys) * next(iter(configs.values())).slice_size
+
+        def on_row() -> None:
+            nonlocal done
+            done += pixels_per_row
+            part.update(done, self.total, unit="pixels")
+
+        known = sample_chain(
+            self.models,
+            seed=config.seed,
+            images=images.seeds,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            precision=config.precision,
+            decoders=self.decoders,
+            **self._start(images),
+            on_row=on_row,
+        )
+        values = list(known.values())[-1].permute(0, 2, 3, 1).to(torch.uint8).cpu().numpy()
+        write_chunk(open_store(self.job.out), chunk, values, num_bits=_depth(configs))
+
+    def _start(self, images: ToDraw) -> dict[str, Any]:
+        """What `sample_chain` starts from."""
+        if images.given is None:
+            return {}
+        given = torch.from_numpy(images.given.copy()).to(self.device).permute(0, 3, 1, 2).long()
+        if self.job.use == "depth_upscale":
+            return {"image": given}
+        if self.job.use == "size_upscale":
+            return {"slices": given[:, None]}
+        assert self.job.use == "complete", self.job.use
+        if self.job.config.stages[0] == "baseline":
+            return {"rows": given[:, :, : self.job.num_given]}
+        factor = self.models["size_upscale"].config.scaling_factor
+        return {"slices": image_to_slices(given, factor)[:, : self.job.num_given]}
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+def write_chunk(store: Store, chunk: Chunk, values: np.ndarray, *, num_bits: int) -> None:
+    """values: uint8 [n, R, R, 3] of `num_bits` bits."""
+    keys = chunk.images.keys
+    for key, picture in zip(keys, display(values, num_bits=num_bits), strict=True):
+        store.write_bytes(f"{IMAGES}/{key}.png", png(picture))
+    side, num = values.shape[1], len(values)
+    names = schema(side).remove(schema(side).get_field_index("px"))
+    columns = [list(keys), [None] * num, [side] * num, [side] * num, [0] * num]  # key, label, sides, flags
+    with ShardWriter(
+        store,
+        split=SPLIT,
+        index=chunk.index,
+        num_shards=chunk.of,
+        resolutions=[side],
+        bits=[num_bits],
+        row_group_rows=None,
+    ) as writer:
+        table = pa.table([pa.array(c, f.type) for c, f in zip(columns, names, strict=True)], schema=names)
+        # The writer takes 8 bits, of which it keeps the high ones.
+        writer.append(table, {side: values << (8 - num_bits)})
+
+
+def read_chunks(store: Store, configs: Mapping[str, SPNConfig], chunks: Iterable[Chunk], *, most: int) -> np.ndarray:
+    """uint8 [N, R, R, 3] of the last stage's depth: the first `most` images."""
+    found: list[np.ndarray] = []
+    for chunk in chunks:
+        if sum(map(len, found)) < most:
+            found.append(pixels(_read(store, _path(configs, chunk))))
+    return np.concatenate(found)[:most]
+
+
+def _is_finished(store: Store, configs: Mapping[str, SPNConfig], chunk: Chunk, present: set[str]) -> bool:
+    path = _path(configs, chunk)
+    if not {path, *(f"{IMAGES}/{key}.png" for key in chunk.images.keys)} <= present:
+        return False
+    try:
+        table = _read(store, path)
+    except (OSError, pa.ArrowInvalid):  # damaged, as its checksums say
+        return False
+    return table.column("key").to_pylist() == list(chunk.images.keys)
+
+
+def _read(store: Store, path: str) -> pa.Table:
+    with store.filesystem.open_input_file(store.path(path)) as stream:
+        return pq.ParquetFile(stream, page_checksum_verification=True).read(use_threads=False)
+
+
+def _path(configs: Mapping[str, SPNConfig], chunk: Chunk) -> str:
+    side, bits = next(iter(configs.values())).image_size, _depth(configs)
+    return shard_path(resolution=side, bits=bits, split=SPLIT, index=chunk.index, num_shards=chunk.of)
+
+
+def _depth(configs: Mapping[str, SPNConfig]) -> int:
+    """Bits of the images when the last stage has run."""
+    last = list(configs.values())[-1]
+    return last.num_given_bits + last.num_bits
+
+
+def _part(progress: Reporter, chunk: Chunk) -> Reporter:
+    return progress.part(f"chunk {chunk.index}")

@@ -1,34 +1,507 @@
-"""train_<stage>: one network of the chain, fitted by a TorchTrainer of its own, resumed where it was interrupted."""
+"""train_<stage>: one network of the chain, trained by a TorchTrainer of its own (paper section 3.3).
+
+An optimiser step is in spn/training.py, a network in spn/model.py. Here are the workers around them: their shares of
+each batch, the micro-batch that their memory holds, exact validation, and checkpoints with their exact position in the
+data. A Ray Train run is named stage-fingerprint-attempt: Ray Train resumes a run that it finds on
+storage under this name, and one that is finished trains no further.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+import posixpath
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from data_prep import files as storage
+import numpy as np
+import ray.data
+import ray.train
+import torch
+import torch.distributed as dist
+from ray.train.torch import TorchConfig, TorchTrainer, get_device
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from data_prep.files import Store, UserError, join, open_store
+from data_prep.ingest import collate, train_stream
+from data_prep.order import draws
 from data_prep.parquet import open_dataset
+from pipelines import ray_compat
 from pipelines.dag.node import NodeContext, NodeResult
 from pipelines.nodes.inputs import log_split
-from pipelines.nodes.ray_train import fit_stage
+from pipelines.nodes.memory import free_memory, halved, largest_that_fits, smallest_of_workers
+from spn.bitdepth import stage_values
+from spn.checkpoint import CONFIG, EMA, check_start, load_trainer, load_weights, save_checkpoint, start_weights
+from spn.config import SPNConfig, TrainConfig
+from spn.evaluation import EVAL_BATCH, bits_per_dim, image_nats, scored_slices
+from spn.model import SPN, nll_nats, recompute_activations
+from spn.training import Batch, TrainState, fit
 
-HISTORY = "history.json"
+if TYPE_CHECKING:  # types only: rules of the configuration do not change what is trained
+    from pipelines.config import TrainNodeConfig
+    from pipelines.dag.progress import Reporter
+    from pipelines.tracking import RunHandle
+
+HISTORY = "history.json"  # all that was logged: of the whole training, and beside each checkpoint up to it
+MICRO_BATCH = "micro_batch.json"  # what was found at the start of the attempt
+SAMPLES = "training_samples"  # key of the grids in MLflow
 
 
-def run(context: NodeContext) -> NodeResult:
-    """config: stage, model (SPNConfig), train (TrainConfig), stored_bits, seed.
+@dataclass(frozen=True)
+class Job:
+    """What every worker of a training gets. Picklable."""
 
-    options: resources (NodeResources), samples (TrainingSamples or None).
-    """
+    config: TrainNodeConfig
+    out: str  # the attempt's folder
+    micro_batch_size: int | None  # slices; None: to be found by trying
+    run: RunHandle
+    restarts: int
+    progress: Reporter
+
+
+def run(context: NodeContext[TrainNodeConfig]) -> NodeResult:
+    """Trains a stage on the dataset of prepare_data. Raises ray.train.TrainingFailedError, UserError."""
+    config = context.config
     output = context.inputs["prepare_data"]
-    dataset = open_dataset(storage.join(output.uri, output.named["dataset"]))
+    dataset = open_dataset(join(output.uri, output.named["dataset"]))
+    for split, key in (("train", "data.root"), ("valid", "data.num_valid_photos")):
+        if dataset.num_images(split) == 0:
+            raise UserError(f"{key}: {dataset.uri} has no {split} images; training and validation need some")
+    # A resumed attempt does not read these weights again, and they may be gone.
+    if config.train.init_from is not None and context.fresh:
+        check_start_weights(config.train.init_from, config.model)
     with context.run.open() as run:
-        size, bits = context.config["model"].image_size, context.config["stored_bits"]
         for split, purpose in (("train", "training"), ("valid", "validation")):
-            log_split(run, dataset, resolution=size, bits=bits, split=split, context=purpose)
-    fitted = fit_stage(context, dataset=dataset.uri)
-    store = storage.open_store(context.out)
-    store.write_text(HISTORY, json.dumps(fitted.history, indent=1))
+            log_split(
+                run, dataset, resolution=config.model.image_size, bits=config.stored_bits, split=split, context=purpose
+            )
+    store = open_store(context.out)
+    name = f"{config.stage}-{context.fingerprint}-{context.attempt}"
+    num_valid = min(config.train.num_valid_images or dataset.num_images("valid"), dataset.num_images("valid"))
+    result = _trainer(context, store, name=name, dataset=dataset.uri, num_valid=num_valid).fit()
+    chosen, score = min(result.best_checkpoints, key=lambda item: item[1]["valid/bits_per_dim"])
+    checkpoint, last = (posixpath.join(name, posixpath.basename(found.path)) for found in (chosen, result.checkpoint))
+    history = json.loads(store.read_bytes(posixpath.join(last, HISTORY)))
+    store.write_text(HISTORY, json.dumps(history, indent=1))
     with context.run.open() as run:
-        run.log_history(fitted.history)  # adds what the workers could not send
-        run.log_text(store.read_bytes(f"{fitted.checkpoint}/config.json").decode(), "config.json")
-    metrics = {"valid/bits_per_dim": fitted.valid_bits_per_dim, "images_seen": float(fitted.images_seen)}
-    return NodeResult(outputs={"checkpoint": fitted.checkpoint, "history": HISTORY}, metrics=metrics)
+        run.log_history(history)  # adds what the workers could not send
+        run.log_text(store.read_bytes(f"{checkpoint}/{CONFIG}").decode(), CONFIG)
+    metrics = {
+        "valid/bits_per_dim": score["valid/bits_per_dim"],
+        "images_seen": float(config.train.num_steps * config.train.batch_size),
+    }
+    return NodeResult(outputs={"checkpoint": checkpoint, "history": HISTORY}, metrics=metrics)
+
+
+def _trainer(
+    context: NodeContext[TrainNodeConfig], store: Store, *, name: str, dataset: str, num_valid: int
+) -> TorchTrainer:
+    config = context.config
+    resources, train = config.resources, config.train
+    stream = functools.partial(
+        train_stream,
+        dataset,
+        resolution=config.model.image_size,
+        bits=config.stored_bits,
+        seed=config.seed,
+        # The node's cost sets CPUs aside for reading, but the read tasks ask for none: what the workers leave over may
+        # be spread over machines in parts that are too small for any task, which would then wait for ever.
+        num_cpus_per_task=0,
+        # One task reads about 1,200 images of 256 pixels per second; a worker on a GPU needs up to 900.
+        num_read_tasks=resources.num_workers + 1,
+    )
+
+    def train_data() -> ray.data.Dataset:
+        # Called whenever the workers start: the stream begins where the last committed checkpoint stopped.
+        start, num_rows = rows_to_read(train, committed_step(store, name))
+        rows = None if resources.num_workers == 1 else train.batch_size // resources.num_workers
+        return stream(split="train", start_row=start, num_rows=num_rows, rows_per_block=rows)
+
+    def valid_data() -> ray.data.Dataset:
+        return stream(split="valid", start_row=0, num_rows=num_valid)  # a fixed set, drawn by the seed
+
+    job = Job(
+        config=config,
+        out=context.out,
+        micro_batch_size=recorded_micro_batch(store, train, num_workers=resources.num_workers),
+        run=context.run,
+        restarts=context.restarts,
+        progress=context.progress,
+    )
+    per_worker = {"CPU": resources.cpus_per_worker}
+    if resources.use_gpu:
+        per_worker["GPU"] = resources.gpus_per_worker
+    return TorchTrainer(
+        functools.partial(train_worker, job),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=resources.num_workers, use_gpu=resources.use_gpu, resources_per_worker=per_worker
+        ),
+        torch_config=TorchConfig(backend="nccl" if resources.use_gpu else "gloo"),
+        datasets={"train": train_data, "valid": valid_data},
+        # Locality would let the cluster's state decide which worker gets which block. One worker needs no split.
+        dataset_config=ray.train.DataConfig(
+            datasets_to_split=["train"] if resources.num_workers > 1 else [],
+            execution_options=ray.data.ExecutionOptions(preserve_order=True),
+            enable_shard_locality=False,
+        ),
+        run_config=ray.train.RunConfig(
+            name=name,
+            storage_path=store.path(),
+            storage_filesystem=store.filesystem,
+            checkpoint_config=ray.train.CheckpointConfig(
+                num_to_keep=resources.num_to_keep,
+                checkpoint_score_attribute="valid/bits_per_dim",
+                checkpoint_score_order="min",
+            ),
+            # The node is retried instead: Ray Train would also repeat an error of the code itself.
+            failure_config=ray.train.FailureConfig(max_failures=0),
+        ),
+    )
+
+
+def committed_step(store: Store, name: str) -> int:
+    """Optimiser steps behind the last checkpoint that Ray Train has committed under this run name; 0 without one."""
+    checkpoint = ray_compat.committed_checkpoint(store, name)
+    return 0 if checkpoint is None else int(checkpoint.rsplit("-", 1)[1])
+
+
+def rows_to_read(train: TrainConfig, step: int) -> tuple[int, int]:
+    """First row of the stream after `step` optimiser steps, and how many rows from there on: whole batches, never none.
+
+    A training that was interrupted after its last step reads nothing more, but its workers ask for their shares.
+    """
+    return step * train.batch_size, max(train.num_steps - step, 1) * train.batch_size
+
+
+# ---- a worker ---------------------------------------------------------------------------------------------------
+
+
+def train_worker(job: Job) -> None:
+    """What each Ray Train worker runs."""
+    node, config = job.config, job.config.train
+    torch.set_num_threads(max(1, int(node.resources.cpus_per_worker)))
+    workers = ray.train.get_context()
+    rank, num_workers = workers.get_world_rank(), workers.get_world_size()
+    device = get_device()
+    torch.manual_seed(node.seed)  # equal initial weights on all workers
+    model = SPN(node.model).to(device)
+    if config.recompute_activations:
+        recompute_activations(model)
+    state = TrainState.create(model, config)
+    history: list[dict[str, float]] = []
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            history = resume(state, Path(folder), device)
+    elif config.init_from is not None:
+        state.start_from(start_weights_of(config.init_from, node.model))
+    forward = make_forward(model, config)
+    share, micro_batch_size = config.batch_size // num_workers, job.micro_batch_size
+    if micro_batch_size is None:
+        micro_batch_size = find_micro_batch(model, forward, config, share=share, trying=device.type == "cuda")
+        if rank == 0:
+            open_store(job.out).write_text(MICRO_BATCH, json.dumps({"micro_batch_size": micro_batch_size}))
+    flops_per_slice, peak = speed_limits(node.model, device)
+    # Rank 0 logs the training; the first worker of every other machine opens the run for that machine's numbers alone.
+    run = job.run.open() if workers.get_local_rank() == 0 else None
+    if run is not None:
+        run.watch_machine(lambda: state.step, name="" if rank == 0 else f"node_{workers.get_node_rank()}")
+    if run is not None and rank == 0 and job.restarts:
+        run.log_history(history)  # what an earlier process had measured and perhaps not sent
+        run.log_metrics({"restarts": float(job.restarts)}, step=state.step)
+    note = f"{num_workers} x {micro_batch_size:,} slices x {share // micro_batch_size:,} accumulated"
+
+    def on_step(step: int) -> None:
+        if rank == 0:
+            job.progress.update(
+                step * config.batch_size, config.num_steps * config.batch_size, unit="slices", note=note
+            )
+
+    def on_log(step: int, metrics: dict[str, float]) -> None:
+        nonlocal note
+        if "valid/bits_per_dim" in metrics:
+            note = f"valid {metrics['valid/bits_per_dim']:.3f} bits/dim"
+        if peak is not None and "train/slices_per_sec" in metrics:
+            achieved = metrics["train/slices_per_sec"] * flops_per_slice / num_workers
+            metrics = {**metrics, "train/mfu": achieved / peak}
+        now = int(time.time() * 1000)
+        history.append({"step": step, "time_ms": now, **metrics})
+        if run is not None and rank == 0:
+            run.log_metrics(metrics, step=step, time_ms=now)
+
+    def on_checkpoint(state: TrainState, metrics: dict[str, float]) -> None:
+        # A barrier of all workers. Rank 0's files are the checkpoint, and are on storage when it returns. The other
+        # workers have nothing of their own to keep: masks of dropout follow from the micro-batches.
+        with tempfile.TemporaryDirectory() as folder:
+            if rank == 0:
+                save_checkpoint(Path(folder), model=state.model, ema=state.polyak.shadow, trainer=state.trainer_dict())
+                (Path(folder) / HISTORY).write_text(json.dumps(history))
+            ray.train.report(
+                metrics,
+                checkpoint=ray.train.Checkpoint.from_directory(folder) if rank == 0 else None,
+                checkpoint_dir_name=f"step-{state.step:08d}",
+            )
+
+    valid = ValidImages(node, rank=rank, num_workers=num_workers, device=device)
+
+    def evaluate() -> float:
+        score, samples = valid.bits_per_dim(model), node.samples
+        steps = {"eval_every_steps": config.eval_every_steps, "num_steps": config.num_steps}
+        if run is not None and rank == 0 and samples is not None and samples.due(state.step, **steps):
+            image = to_image(valid.pixels[: samples.num_images], device)
+            picture = samples.picture(model, image, stored_bits=node.stored_bits, precision=config.precision)
+            run.log_image(picture, key=SAMPLES, step=state.step)
+        return score
+
+    on_step(state.step)
+    try:
+        fit(
+            state,
+            config=config,
+            batches=micro_batches(
+                node, micro_batch_size, first_step=state.step, rank=rank, num_workers=num_workers, device=device
+            ),
+            forward=forward,
+            evaluate=evaluate,
+            on_log=on_log,
+            on_checkpoint=on_checkpoint,
+            on_step=on_step,
+            sum_over_workers=sum_over_workers,
+        )
+    finally:
+        if run is not None:
+            run.close()
+
+
+def make_forward(model: nn.Module, config: TrainConfig) -> Callable[..., Tensor]:
+    """What a training step calls instead of the model: compiled if asked for, wrapped where there are several workers.
+
+    The wrapper has `no_sync`, so that only a step's last micro-batch exchanges gradients. It begins with rank 0's
+    weights on all workers.
+    """
+    forward: Callable[..., Tensor] = model
+    if config.compile:
+        from spn.gpu.compiling import compile_network
+
+        # By default the compiler cuts the graph into pieces, so that the exchange begins before the backward pass ends.
+        # Once in a whole optimiser step that saves less than the cuts cost in every micro-batch.
+        torch._dynamo.config.optimize_ddp = False
+        forward = compile_network(model, mode=config.compile_mode)
+    return DistributedDataParallel(forward) if _num_workers() > 1 else forward
+
+
+def _num_workers() -> int:
+    """Workers of this process's group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def sum_over_workers(value: Tensor) -> Tensor:
+    """The sum over all workers, on each of them. All must call it. `value` itself is left alone."""
+    if _num_workers() == 1:
+        return value
+    total = value.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def speed_limits(config: SPNConfig, device: torch.device) -> tuple[int, float | None]:
+    """FLOPs of training one slice, and the device's peak FLOP/s (None: not known, so no train/mfu is logged)."""
+    if device.type != "cuda":
+        return 0, None
+    from spn.gpu.flops import peak_flops, training_flops
+
+    return training_flops(config)[0], peak_flops(torch.cuda.get_device_name(device))
+
+
+# ---- the micro-batch --------------------------------------------------------------------------------------------
+
+
+def recorded_micro_batch(store: Store, train: TrainConfig, *, num_workers: int) -> int | None:
+    """What the attempt found at its start; None if it has not yet, or if that suits no longer."""
+    if not store.exists(MICRO_BATCH):
+        return None
+    size, share = json.loads(store.read_bytes(MICRO_BATCH))["micro_batch_size"], train.batch_size // num_workers
+    return size if share % size == 0 and size <= (train.micro_batch_size or share) else None
+
+
+def find_micro_batch(
+    model: SPN, forward: Callable[..., Tensor], config: TrainConfig, *, share: int, trying: bool
+) -> int:
+    """Slices that a worker holds at once: its share of the batch, at most train.micro_batch_size.
+
+    trying: halved until one forward and backward pass fits on all workers, which all call this. Weights and random
+    state stay as they are. Raises UserError if not even one slice fits.
+    """
+    most = min(share, config.micro_batch_size or share)
+    sizes = halved(most, divides=share)
+    if not trying:
+        return next(sizes)
+    alone = forward.module if isinstance(forward, DistributedDataParallel) else forward  # each worker tries by itself
+    found = largest_that_fits(sizes, functools.partial(try_micro_batch, model, alone, config, share=share))
+    agreed = smallest_of_workers(found, next(model.parameters()).device)
+    if agreed != found:
+        free_memory()
+    if agreed == 0:
+        raise UserError(
+            f"{model.config.stage} cannot train on this GPU: its memory holds not even one slice; "
+            "train.recompute_activations=true or a smaller network needs less"
+        )
+    return agreed
+
+
+def try_micro_batch(model: SPN, forward: Callable[..., Tensor], config: TrainConfig, size: int, *, share: int) -> None:
+    """A forward and a backward pass over `size` slices, with everything in memory that a training keeps there."""
+    device, side = next(model.parameters()).device, model.config.image_size
+    weights = list(model.parameters())
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            for p in weights:
+                p.grad = torch.zeros_like(p)  # of the micro-batches before
+            optimizer_state = [torch.empty_like(p) for p in weights for _ in range(2)]  # no optimiser here keeps more
+            # The images of this step, and those of the next one, which are copied while the GPU works.
+            image = torch.zeros((2 * share, 3, side, side), dtype=torch.long, device=device)
+            given = torch.zeros_like(image) if model.config.num_given_bits else None
+            index = torch.zeros(size, dtype=torch.long, device=device)
+            values, above = image[:size], None if given is None else given[:size]
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
+                logits = forward(values, index, above)
+            nll_nats(logits, model.target(values, index)).sum().backward()
+            del optimizer_state
+        finally:
+            for p in weights:
+                p.grad = None
+
+
+# ---- data -------------------------------------------------------------------------------------------------------
+
+
+def micro_batches(
+    node: TrainNodeConfig, size: int, *, first_step: int, rank: int, num_workers: int, device: torch.device
+) -> Iterator[Sequence[Batch]]:
+    """This worker's micro-batches of `size` slices, of each optimiser step from `first_step` on.
+
+    Worker r of n gets rows [r G/n, (r+1) G/n) of each global batch of G rows of the stream: the batch does not depend
+    on n. Every row's position in the stream is checked, so a wrong order cannot pass unseen.
+    """
+    batch_size = node.train.batch_size
+    share = batch_size // num_workers
+    shard = ray.train.get_dataset_shard("train")
+    step, done = first_step, list[Batch]()
+    for table in shard.iter_batches(batch_size=size, batch_format="pyarrow", prefetch_batches=2):
+        rows = collate(table)
+        start = step * batch_size + rank * share + len(done) * size
+        expected = np.arange(start, start + len(rows["position"]))
+        assert np.array_equal(rows["position"], expected), f"rows {rows['position'][:4]}… instead of {expected[:4]}…"
+        done.append(make_batch(rows, node, device))
+        if len(done) * size == share:
+            yield done
+            step, done = step + 1, []
+
+
+def make_batch(rows: Mapping[str, Any], node: TrainNodeConfig, device: torch.device) -> Batch:
+    """Arrays of the ingest -> what the network reads; target slices and flips are drawn from (seed, key, epoch).
+
+    The first image's draw seeds dropout: workers, whose images differ, have masks of their own, a restart repeats them,
+    and with micro-batches of one size they are the same however many workers share them.
+    """
+    model, train = node.model, node.train
+    draw: Callable[..., np.ndarray] = functools.partial(draws, node.seed, rows["key"], rows["epoch"])
+    image = to_image(rows["px"], device)
+    if train.horizontal_flip:
+        flip = to_device(draw(purpose="flip", high=2), device) == 1
+        image = torch.where(flip[:, None, None, None], image.flip(-1), image)
+    if model.stage == "first_slice" and train.slices == "first":
+        index = np.zeros(len(image), dtype=np.int64)
+    else:
+        index = draw(purpose="slice", high=model.num_slices)
+    values, given = stage_values(
+        image, stored_bits=node.stored_bits, given_bits=model.num_given_bits, num_bits=model.num_bits
+    )
+    dropout_seed = int(draw(purpose="dropout", high=2**63)[0])
+    return Batch(values, to_device(index, device), given, rows["key"], dropout_seed)
+
+
+def to_image(pixels: np.ndarray, device: torch.device) -> Tensor:
+    """uint8 [B, H, W, 3] -> integers [B, 3, H, W] on the device: the one place where the layout changes."""
+    return to_device(np.ascontiguousarray(pixels), device).permute(0, 3, 1, 2).long()
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy that a GPU makes in its turn, from pinned memory: otherwise each batch waits for the step before."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class ValidImages:
+    """This worker's share of the fixed validation images (uint8, kept in memory) and their exact score."""
+
+    def __init__(self, node: TrainNodeConfig, *, rank: int, num_workers: int, device: torch.device) -> None:
+        self.node, self.rank, self.num_workers, self.device = node, rank, num_workers, device
+        self.num_images = 0  # of all workers
+
+    @functools.cached_property
+    def pixels(self) -> np.ndarray:
+        shard = ray.train.get_dataset_shard("valid")
+        tables = shard.iter_batches(batch_size=EVAL_BATCH, batch_format="pyarrow")
+        pixels = np.concatenate([collate(table)["px"] for table in tables])
+        self.num_images = len(pixels)
+        return pixels[self.rank :: self.num_workers].copy()
+
+    def bits_per_dim(self, model: SPN) -> float:
+        """Exact: every slice that the stage answers for, of every image, nats summed over all workers, divided once."""
+        config, half = model.config, self.node.train.precision == "bfloat16"
+        nats = torch.zeros((), dtype=torch.float64, device=self.device)
+        for start in range(0, len(self.pixels), EVAL_BATCH):
+            values, given = stage_values(
+                to_image(self.pixels[start : start + EVAL_BATCH], self.device),
+                stored_bits=self.node.stored_bits,
+                given_bits=config.num_given_bits,
+                num_bits=config.num_bits,
+            )
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
+                nats += image_nats(model, values, given, slices=scored_slices(model, first_given=False)).sum()
+        nats = sum_over_workers(nats)
+        return bits_per_dim(nats.item(), num_images=self.num_images, image_size=config.image_size)
+
+
+# ---- weights from storage ---------------------------------------------------------------------------------------
+
+
+def resume(state: TrainState, folder: Path, device: torch.device) -> list[dict[str, float]]:
+    """Loads a checkpoint into `state`; returns what had been logged up to it."""
+    state.load(
+        weights=load_weights(folder, averaged=False, device=str(device)),
+        ema=load_weights(folder, averaged=True, device=str(device)),
+        trainer=load_trainer(folder),
+    )
+    return json.loads((folder / HISTORY).read_text())
+
+
+def check_start_weights(uri: str, config: SPNConfig) -> None:
+    """Raises UserError if a path or URI holds no checkpoint, or that of another network. It reads little."""
+    store = open_store(uri)
+    for name in (CONFIG, EMA):
+        if not store.exists(name):
+            raise UserError(f"train.init_from: {uri} has no {name}; it must be the folder of a checkpoint")
+    with tempfile.TemporaryDirectory() as folder:
+        store.download(CONFIG, Path(folder) / CONFIG)
+        try:
+            check_start(Path(folder), config)
+        except (ValueError, KeyError, TypeError) as error:  # also of a config.json that is something else
+            raise UserError(f"train.init_from: {uri}: {str(error).removeprefix('init_from: ')}") from error
+
+
+def start_weights_of(uri: str, config: SPNConfig) -> dict[str, Tensor]:
+    """Averaged weights of the checkpoint folder at a path or URI. Raises UserError as above."""
+    check_start_weights(uri, config)
+    store = open_store(uri)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in (CONFIG, EMA):
+            store.download(name, Path(folder) / name)
+        return start_weights(Path(folder), config)

@@ -1,6 +1,8 @@
-"""The user's own images: what fits is read bit for bit, what does not is answered in one line before anything runs.
+"""The user's images: what fits is read bit for bit, what does not is refused in one line before anything runs.
 
-python -m pytest tests/pipelines/test_own_images.py
+Draws keep what is given, and scores are exact.
+
+python -m pytest tests/pipelines/nodes/test_images.py
 """
 
 from __future__ import annotations
@@ -8,14 +10,29 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 
 from data_prep.files import UserError
+from data_prep.parquet import pixels
 from pipelines import cli
+from pipelines.config import ExperimentConfig, NodeResources
+from pipelines.dag.node import NodeContext, NodeOutput
+from pipelines.dag.progress import Reporter
 from pipelines.loading import load
-from pipelines.nodes import own_images
+from pipelines.nodes import images, sample
+from pipelines.nodes.images import UserImages
+from pipelines.nodes.trained import load_stages
+from pipelines.pipeline import nodes
+from pipelines.tracking import RunHandle
+from spn.checkpoint import save_checkpoint
+from spn.evaluation import chain_nats
+from spn.ordering import image_to_slices
 
+PARQUET = "res=8/bits=6"
+STAGES = ("first_slice", "size_upscale", "depth_upscale")
 DEBUG = "debug"  # 16 x 16, S = 2, bits [3, 8], all three stages
 
 
@@ -29,8 +46,8 @@ def save(path: Path, pixels: np.ndarray | Image.Image, **options: object) -> Pat
     return path
 
 
-def config(images: Path | str, *overrides: str, preset: str = DEBUG):
-    return load(preset, [f"images={images}", *overrides])
+def config(where: Path | str, *overrides: str, preset: str = DEBUG) -> ExperimentConfig:
+    return load(preset, [f"images={where}", *overrides])
 
 
 COMPLETE = ("sample.use=complete", "sample.num_given_slices=1")
@@ -49,7 +66,7 @@ COMPLETE = ("sample.use=complete", "sample.num_given_slices=1")
 )
 def test_high_bits_of_8_bit_images_are_what_is_given(use, side, stages, tmp_path):
     pixels = photo(side)
-    own = own_images.for_sampling(config(save(tmp_path / "a.png", pixels), *use))
+    own = images.for_sampling(config(save(tmp_path / "a.png", pixels), *use))
     assert own.keys == ("a",) and own.stages == stages and own.num_bits == 3
     assert np.array_equal(own.values, pixels[None] >> 5)
     assert own.node_names == ["prepare_data", *(f"train_{s}" for s in stages), "sample_images"]
@@ -58,7 +75,7 @@ def test_high_bits_of_8_bit_images_are_what_is_given(use, side, stages, tmp_path
 def test_files_of_low_bit_values_are_taken_as_they_are(tmp_path):
     pixels = photo(16, high=8)
     file = save(tmp_path / "a.png", pixels)
-    own = own_images.for_sampling(config(file, "sample.use=depth_upscale", "image_bits=3"))
+    own = images.for_sampling(config(file, "sample.use=depth_upscale", "image_bits=3"))
     assert np.array_equal(own.values, pixels[None])
 
 
@@ -67,28 +84,28 @@ def test_pictures_of_samples_read_back_as_the_values_that_they_show(tmp_path):
     from pipelines.nodes.pictures import display
 
     values = photo(16, high=8)
-    own = own_images.for_sampling(config(save(tmp_path / "a.png", display(values, num_bits=3)), *COMPLETE))
+    own = images.for_sampling(config(save(tmp_path / "a.png", display(values, num_bits=3)), *COMPLETE))
     assert np.array_equal(own.values[0], values)
 
 
 def test_a_longer_chain_starts_at_the_depth_of_the_files(tmp_path):
     file, bits = save(tmp_path / "a.png", photo(16, high=8)), ("bits=[1,3,8]", "sample.use=depth_upscale")
-    assert own_images.for_sampling(config(file, *bits, "image_bits=3")).stages == ("depth_upscale_8",)
-    whole = own_images.for_sampling(config(save(tmp_path / "b.png", photo(16)), *bits))
+    assert images.for_sampling(config(file, *bits, "image_bits=3")).stages == ("depth_upscale_8",)
+    whole = images.for_sampling(config(save(tmp_path / "b.png", photo(16)), *bits))
     assert whole.stages == ("depth_upscale_3", "depth_upscale_8") and whole.num_bits == 1
 
 
 def test_a_baseline_is_completed_from_its_first_rows(tmp_path):
     file = save(tmp_path / "a.png", photo(16))
     system = ("stages=[baseline]", "bits=[8]", "scaling_factor=1", "sample.use=complete", "sample.num_given_rows=5")
-    own = own_images.for_sampling(config(file, *system))
+    own = images.for_sampling(config(file, *system))
     assert own.num_given == 5 and own.stages == ("baseline",) and np.array_equal(own.values[0], photo(16))
 
 
 def test_scoring_takes_whole_images_at_the_depth_of_the_last_stage(tmp_path):
     file = save(tmp_path / "a.png", photo(16))
-    assert np.array_equal(own_images.for_scoring(config(file)).values[0], photo(16))
-    low = own_images.for_scoring(config(file, "bits=[5]", "stages=[size_upscale]"))
+    assert np.array_equal(images.for_scoring(config(file)).values[0], photo(16))
+    low = images.for_scoring(config(file, "bits=[5]", "stages=[size_upscale]"))
     assert low.num_bits == 5 and np.array_equal(low.values[0], photo(16) >> 3)
 
 
@@ -99,7 +116,7 @@ def test_files_folders_and_patterns(tmp_path, monkeypatch):
     save(tmp_path / "odd[1].png", photo(16))
 
     def found(where: object) -> tuple[str, ...]:
-        return own_images.for_scoring(config(f"'{where}'")).keys
+        return images.for_scoring(config(f"'{where}'")).keys
 
     assert found(tmp_path) == ("a.png", "b.PNG", "deep/c.png", "deep/d.bmp", "odd[1].png")
     assert found(tmp_path / "a.png") == ("a.png",)
@@ -112,10 +129,10 @@ def test_files_folders_and_patterns(tmp_path, monkeypatch):
 
 
 def test_digest_follows_names_and_values(tmp_path):
-    one = own_images.for_scoring(config(save(tmp_path / "a.png", photo(16))))
-    assert one.digest == own_images.for_scoring(config(tmp_path / "a.png")).digest
-    other = own_images.for_scoring(config(save(tmp_path / "a.png", photo(16, seed=1))))
-    renamed = own_images.for_scoring(config(save(tmp_path / "b.png", photo(16))))
+    one = images.for_scoring(config(save(tmp_path / "a.png", photo(16))))
+    assert one.digest == images.for_scoring(config(tmp_path / "a.png")).digest
+    other = images.for_scoring(config(save(tmp_path / "a.png", photo(16, seed=1))))
+    renamed = images.for_scoring(config(save(tmp_path / "b.png", photo(16))))
     assert len({one.digest, other.digest, renamed.digest}) == 3
     assert one.digests == renamed.digests != other.digests
 
@@ -129,7 +146,7 @@ def modes() -> dict[str, Image.Image]:
         "is grayscale": rgb.convert("L"),
         "has an alpha channel": rgb.convert("RGBA"),
         "has palette colours": rgb.convert("P"),
-        "has 16 bits a channel": Image.fromarray(photo(16)[..., 0].astype(np.uint16) << 8),
+        "has 16 bits per channel": Image.fromarray(photo(16)[..., 0].astype(np.uint16) << 8),
     }
 
 
@@ -137,7 +154,7 @@ def modes() -> dict[str, Image.Image]:
 def test_other_modes_are_refused(text, tmp_path):
     file = save(tmp_path / "a.png", modes()[text])
     with pytest.raises(UserError, match=rf"a\.png {text}; ") as error:
-        own_images.for_scoring(config(file))
+        images.for_scoring(config(file))
     assert "16x16 images, 8-bit RGB" in str(error.value)
 
 
@@ -264,30 +281,30 @@ def test_files_that_are_no_images_or_not_there(tmp_path):
         "empty": "no image",
     }.items():
         with pytest.raises(UserError, match=message):
-            own_images.for_scoring(config(tmp_path / where))
+            images.for_scoring(config(tmp_path / where))
 
 
 def test_dark_images_and_low_bit_files_are_not_confused(tmp_path):
     """Values of 0 .. 7 read as 8 bits may all become 0: asked back, and either answer is taken; black is black."""
     file = save(tmp_path / "a.png", photo(16, high=8))
     with pytest.raises(UserError, match="say image_bits=3; if it is so dark an image of 8 bits, image_bits=8"):
-        own_images.for_sampling(config(file, "sample.use=depth_upscale"))
+        images.for_sampling(config(file, "sample.use=depth_upscale"))
     for image_bits, expected in ((3, photo(16, high=8)), (8, photo(16, high=8) >> 5)):
-        own = own_images.for_sampling(config(file, "sample.use=depth_upscale", f"image_bits={image_bits}"))
+        own = images.for_sampling(config(file, "sample.use=depth_upscale", f"image_bits={image_bits}"))
         assert np.array_equal(own.values[0], expected)
     black = save(tmp_path / "b.png", np.zeros((16, 16, 3), np.uint8))
-    assert not own_images.for_sampling(config(black, "sample.use=depth_upscale")).values.any()
+    assert not images.for_sampling(config(black, "sample.use=depth_upscale")).values.any()
 
 
 def test_two_files_of_one_name_are_refused(tmp_path):
     save(tmp_path / "a.png", photo(16))
     save(tmp_path / "a.bmp", photo(16))
     with pytest.raises(UserError, match="would both be called a; rename one"):
-        own_images.for_sampling(config(tmp_path, "sample.use=depth_upscale"))
+        images.for_sampling(config(tmp_path, "sample.use=depth_upscale"))
 
 
 def test_networks_that_are_not_trained_are_named(tmp_path, capsys):
-    """Own images never start a training: what is missing is said, nothing is run."""
+    """User images never start a training: what is missing is said, nothing is run."""
     file = save(tmp_path / "a.png", photo(16))
     arguments = ["--config", DEBUG, f"images={file}", f"storage={tmp_path}/runs"]
     assert cli.main([*arguments, "sample.use=depth_upscale"], only=["sample"]) == 2
@@ -309,7 +326,7 @@ def test_scoring_refuses_what_only_sampling_obeys(setting, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("setting", ["sample.num_draws=4", "sample.num_given_rows=1", "image_bits=8"])
-def test_settings_of_own_images_need_images(setting):
+def test_settings_of_user_images_need_images(setting):
     key, _, value = setting.partition("=")
     with pytest.raises(UserError, match=f"^{key} is {value}, but images is not set; images=FILE says which images"):
         load(DEBUG, [setting])
@@ -317,8 +334,127 @@ def test_settings_of_own_images_need_images(setting):
 
 def test_what_is_kept_and_drawn_is_said_in_one_line(tmp_path):
     file = save(tmp_path / "a.png", photo(16))
-    own = own_images.for_sampling(config(file, *COMPLETE))
+    own = images.for_sampling(config(file, *COMPLETE))
     assert own.describe(num_draws=4) == (
         "1 image, 4 draws each: the first slice at 3 bits kept, all else drawn by size_upscale, depth_upscale"
     )
-    assert own_images.for_scoring(config(file)).describe(num_draws=4) == "1 image to score at 8 bits a channel"
+    assert images.for_scoring(config(file)).describe(num_draws=4) == "1 image to score at 8 bits per channel"
+
+
+# ---- what is made of them ------------------------------------------------------------------------------------------
+
+
+def context(inputs: dict[str, NodeOutput], out: Path, user: UserImages, *settings: str) -> NodeContext:
+    """Of the node as the pipeline makes it from the config debug."""
+    settings = ("images=given", "sample.num_draws=2", "sample.batch_size=3", "sample.seed=1", *settings)
+    node = nodes(load("debug", settings), images=user, listed=False)[-1]
+    return NodeContext(
+        node=node.name,
+        fingerprint="f",
+        attempt="a",
+        config=node.config,
+        options={},
+        inputs=inputs,
+        out=str(out),
+        run=RunHandle(),
+        progress=Reporter(node.name),
+        fresh=True,
+    )
+
+
+def draws_of(folder: Path) -> dict[str, np.ndarray]:
+    """{key: uint8 [8, 8, 3] of 6 bits}."""
+    found = {}
+    for file in sorted((folder / "user_images" / PARQUET).glob("*.parquet")):
+        table = pq.read_table(file, partitioning=None)
+        found |= dict(zip(table.column("key").to_pylist(), pixels(table), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("use, side, num_given", [("size_upscale", 4, 0), ("depth_upscale", 8, 0), ("complete", 8, 2)])
+def test_what_is_given_is_kept_bit_for_bit_in_every_draw(use, side, num_given, networks, tmp_path, ray_in_this_process):
+    given = np.random.default_rng(0).integers(0, 8, (2, side, side, 3), dtype=np.uint8)
+    stages = ("depth_upscale",) if use == "depth_upscale" else ("size_upscale", "depth_upscale")
+    own = UserImages("sample_images", ("a", "b"), given, 3, stages, use, num_given)
+    images.sample(context(networks, tmp_path, own))
+    found = draws_of(tmp_path)
+    assert list(found) == ["a-00", "a-01", "b-00", "b-01"]
+    for key, image in found.items():
+        start, high = given["ab".index(key[0])], image >> 3
+        if use == "size_upscale":
+            assert np.array_equal(high[::2, ::2], start)
+        elif use == "depth_upscale":
+            assert np.array_equal(high, start)
+        else:
+            slices = [
+                image_to_slices(torch.from_numpy(x.copy()).permute(2, 0, 1)[None], 2)[0, :2] for x in (high, start)
+            ]
+            assert torch.equal(*slices)
+    assert len({image.tobytes() for image in found.values()}) == 4, "every draw is another one"
+    folder = tmp_path / "user_images"
+    assert Image.open(folder / "grid.png").size == (3 * 8 + 2 * 2, 2 * 8 + 2)
+    assert Image.open(folder / "generation.webp").n_frames > 10
+
+
+def test_first_rows_are_kept_bit_for_bit_by_a_baseline(tiny_spn, tmp_path, ray_in_this_process):
+    model = tiny_spn("baseline", seed=0, image_size=8, scaling_factor=1, num_bits=6).float()
+    (tmp_path / "checkpoint").mkdir()
+    save_checkpoint(tmp_path / "checkpoint", model=model, ema=model.state_dict(), trainer={})
+    trained = {"train_baseline": NodeOutput(str(tmp_path), {"checkpoint": "checkpoint"}, {}, "a")}
+    given = np.random.default_rng(0).integers(0, 64, (1, 8, 8, 3), dtype=np.uint8)
+    own = UserImages("sample_images", ("a",), given, 6, ("baseline",), "complete", 3)
+    baseline = ("stages=[baseline]", "bits=[8]", "scaling_factor=1")
+    images.sample(context(trained, tmp_path, own, *baseline))
+    first, second = draws_of(tmp_path).values()
+    assert np.array_equal(first[:3], given[0, :3]) and np.array_equal(second[:3], given[0, :3])
+    assert not np.array_equal(first[3:], second[3:]) and not np.array_equal(first[3:], given[0, 3:])
+
+
+def test_draws_depend_on_the_image_not_on_its_name_or_its_neighbours(networks, tmp_path, ray_in_this_process):
+    given = np.random.default_rng(0).integers(0, 8, (2, 8, 8, 3), dtype=np.uint8)
+    both = UserImages("sample_images", ("a", "b"), given, 3, ("depth_upscale",), "depth_upscale")
+    alone = UserImages("sample_images", ("other",), given[1:], 3, ("depth_upscale",), "depth_upscale")
+    images.sample(context(networks, tmp_path / "both", both, "sample.batch_size=1"))
+    images.sample(context(networks, tmp_path / "alone", alone, "sample.batch_size=1", "sample.num_draws=3"))
+    pair, single = draws_of(tmp_path / "both"), draws_of(tmp_path / "alone")
+    for number in range(2):
+        assert np.array_equal(pair[f"b-{number:02d}"], single[f"other-{number:02d}"])
+    assert len(single) == 3
+
+
+def test_scores_are_the_chains_exact_bits_per_dim(networks, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a GPU in sight is none that was asked for
+    values = np.random.default_rng(0).integers(0, 64, (5, 8, 8, 3), dtype=np.uint8)
+    own = UserImages("score_images", tuple(f"{n}.png" for n in range(5)), values, 6, tuple(STAGES))
+    result = images.score(context(networks, tmp_path, own, "evaluate.batch_size=2"))
+    table = pq.read_table(tmp_path / "user_images/scores.parquet").to_pydict()
+    assert list(table) == ["key", *STAGES, "total"] and table["key"] == list(own.keys)
+    image = torch.from_numpy(values).permute(0, 3, 1, 2).long() << 2
+    for stage, nats in chain_nats(load_stages(networks, STAGES, device="cpu"), image).items():
+        assert table[stage] == pytest.approx((nats / np.log(2) / (3 * 8 * 8)).tolist(), rel=1e-6)
+    assert table["total"] == [sum(parts) for parts in zip(*(table[s] for s in STAGES), strict=True)]
+    lines = (tmp_path / "user_images/scores.csv").read_text().splitlines()
+    assert lines[0].replace('"', "") == "key,first_slice,size_upscale,depth_upscale,total" and len(lines) == 6
+    assert float(lines[1].split(",")[-1]) == table["total"][0]
+    assert result.metrics["user_images/bits_per_dim/total"] == pytest.approx(sum(table["total"]) / 5)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_images_are_drawn_at_the_configured_precision(
+    precision: str, networks, tmp_path, ray_in_this_process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Drawn(Exception):
+        """Ends a node where it would draw."""
+
+    def seen(*_: object, **options: object) -> None:
+        asked_for.append(options["precision"])
+        raise Drawn
+
+    asked_for: list[object] = []
+    monkeypatch.setattr(sample, "sample_chain", seen)
+    monkeypatch.setattr(sample, "recorded_size", lambda store: 1)
+    monkeypatch.setattr(NodeResources, "device", "cpu")
+    user = UserImages("sample_images", ("a",), np.zeros((1, 8, 8, 3), np.uint8), 3, ("depth_upscale",), "depth_upscale")
+    with pytest.raises(Drawn):
+        images.sample(context(networks, tmp_path, user, f"sample.precision={precision}", "resources.use_gpu=true"))
+    assert asked_for == [precision]

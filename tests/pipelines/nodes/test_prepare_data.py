@@ -1,6 +1,6 @@
 """The node prepare_data: what it refuses is the user's to change, told in one line.
 
-python -m pytest tests/pipelines/test_prepare_data.py
+python -m pytest tests/pipelines/nodes/test_prepare_data.py
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from PIL import Image
 
 from data_prep.config import DataConfig
 from data_prep.files import UserError, open_store
+from pipelines.config import PrepareDataNodeConfig
 from pipelines.dag.node import NodeContext
 from pipelines.dag.progress import Reporter
 from pipelines.dag.task import Task, execute
@@ -73,8 +74,8 @@ def context_of(folder: Path, **changes: object) -> NodeContext:
         node="prepare_data",
         fingerprint="f",
         attempt="1",
-        config={"data": dataclasses.replace(GOOD, **changes)},
-        options={"root": str(folder / "raw"), "max_quarantine_fraction": 0.0, "num_cpus": 1.0},
+        config=PrepareDataNodeConfig(data=dataclasses.replace(GOOD, root=str(folder / "raw"), **changes), num_cpus=1.0),
+        options={},
         inputs={},
         out=str(folder / "out"),
         run=RunHandle(),

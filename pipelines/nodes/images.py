@@ -1,31 +1,44 @@
-"""The user's own images for sample.py and evaluate.py: found, decoded and checked before anything else starts.
+"""The user's own images: found, decoded and checked before anything starts; then completed, upscaled or scored.
 
-What a use takes follows from the configuration alone. All that does not fit is refused here, with what the model takes.
+What a use takes follows from the config alone. Everything that does not fit is refused here, with what the model takes.
+`sample.py` with images=... runs the node sample_images, `evaluate.py` the node score_images.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import hashlib
+import json
 import posixpath
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import torch
 
 from data_prep import images, parquet
 from data_prep.files import FileEntry, Store, UserError, open_store
-from pipelines.config import (
-    ExperimentConfig,
-    stage_model_config,
-    stage_names,
-    train_node,
-)
+from pipelines.config import ExperimentConfig, stage_model_config, stage_names, train_node
+from pipelines.dag.node import NodeContext, NodeResult
+from pipelines.nodes.pictures import UNKNOWN, animation, display, generation_frames, png, side_by_side
+from pipelines.nodes.sample import ANIMATION, Job, ToDraw, counts, draw, read_chunks, record
+from pipelines.nodes.trained import load_stage_configs, load_stages
+from spn.config import SPNConfig
+from spn.evaluation import bits_per_dim, chain_nats
+
+if TYPE_CHECKING:
+    from pipelines.config import SampleImagesNodeConfig, ScoreImagesNodeConfig
 
 SAMPLE, SCORE = "sample_images", "score_images"  # nodes
+FOLDER, RECORD, GRID, TABLE, CSV = "user_images", "record.json", "grid.png", "scores.parquet", "scores.csv"
+NUM_SHOWN = 16  # images in the grid, with all their draws
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")
-NOT_RGB = {  # conversions that a data set would flag, and that nobody should find in an exact result
-    "bit_depth_16": "has 16 bits a channel",
+NOT_RGB = {  # conversions that a dataset would flag, and that nobody should find in an exact result
+    "bit_depth_16": "has 16 bits per channel",
     "gray_to_rgb": "is grayscale",
     "palette": "has palette colours",
     "alpha_dropped": "has an alpha channel",
@@ -34,7 +47,7 @@ NOT_RGB = {  # conversions that a data set would flag, and that nobody should fi
 
 
 @dataclass(frozen=True)
-class OwnImages:
+class UserImages:
     """Images that fit, and what is done with them. Picklable."""
 
     node: str  # SAMPLE or SCORE
@@ -47,7 +60,7 @@ class OwnImages:
 
     @property
     def node_names(self) -> list[str]:
-        """The node that reads them and those above it, in running order."""
+        """The node that reads them and those upstream of it, in running order."""
         return ["prepare_data", *(train_node(stage) for stage in self.stages), self.node]
 
     @property
@@ -64,7 +77,7 @@ class OwnImages:
         """One line: what is given, what is drawn."""
         count = f"{len(self.keys)} image{'s' if len(self.keys) > 1 else ''}"
         if self.node == SCORE:
-            return f"{count} to score at {self.num_bits} bits a channel"
+            return f"{count} to score at {self.num_bits} bits per channel"
         part = "row" if self.stages[0] == "baseline" else "slice"
         first = f"the first {self.num_given} {part}s" if self.num_given > 1 else f"the first {part}"
         given = {
@@ -76,7 +89,103 @@ class OwnImages:
         return f"{count}, {draws}: {given} kept, all else drawn by {', '.join(self.stages)}"
 
 
-def for_sampling(config: ExperimentConfig) -> OwnImages:
+# ---- nodes ------------------------------------------------------------------------------------------------------
+
+
+def sample(context: NodeContext[SampleImagesNodeConfig]) -> NodeResult:
+    """sample_images: upscales images in size or depth, or completes them, several draws each.
+
+    Draws depend on the seed, on an image's values and on the number of the draw, not on the other images.
+    """
+    config = context.config
+    user, num_draws = config.images, config.num_draws
+    store = open_store(context.out).sub(FOLDER)
+    to_draw = ToDraw(
+        keys=tuple(f"{key}-{number:02d}" for key in user.keys for number in range(num_draws)),
+        seeds=tuple(f"{digest}/{number}" for digest in user.digests for number in range(num_draws)),
+        given=user.values.repeat(num_draws, axis=0),
+    )
+    job = Job(config, context.inputs, store.uri, use=config.use, num_given=config.num_given)
+    chunks = draw(job, to_draw, progress=context.progress)
+    configs = load_stage_configs(context.inputs, config.stages)
+    values = read_chunks(store, configs, chunks, most=NUM_SHOWN * num_draws)
+    first, last = configs[config.stages[0]], configs[config.stages[-1]]
+    given_bits = _given_bits(user, first)
+    drawn = display(values, num_bits=last.num_given_bits + last.num_bits)
+    columns = [drawn[number::num_draws] for number in range(num_draws)]
+    picture = side_by_side([_shown(user, given_bits)[:NUM_SHOWN], *columns])
+    store.write_bytes(GRID, png(picture))
+    frames = generation_frames(values[0], list(configs.values()), given_bits=given_bits)
+    store.write_bytes(ANIMATION, animation(frames))
+    store.write_text(RECORD, json.dumps({**record(context, chunks), "images": _named_digests(user)}, indent=1))
+    with context.run.open() as run:
+        run.log_image(picture, key=f"user_images/{config.use}")
+    return NodeResult(outputs={"images": FOLDER}, metrics=counts(chunks))
+
+
+def score(context: NodeContext[ScoreImagesNodeConfig]) -> NodeResult:
+    """score_images: exact bits/dim of images, of each part of the chain and in total."""
+    config = context.config
+    torch.set_num_threads(config.num_threads)
+    user, batch = config.images, config.batch_size
+    models = load_stages(context.inputs, config.stages, device=config.device)
+    size = models[config.stages[0]].config.image_size
+    columns: dict[str, list[float]] = {stage: [] for stage in config.stages}
+    for start in range(0, len(user.keys), batch):
+        values = torch.from_numpy(user.values[start : start + batch].copy()).to(config.device)
+        for stage, nats in chain_nats(models, values.permute(0, 3, 1, 2).long() << (8 - user.num_bits)).items():
+            columns[stage] += [bits_per_dim(n, num_images=1, image_size=size) for n in nats.tolist()]
+        done = min(start + batch, len(user.keys))
+        note = f"{sum(map(sum, columns.values())) / done:.3f} bits/dim"
+        context.progress.update(done, len(user.keys), unit="images", note=note)
+    columns["total"] = [sum(parts) for parts in zip(*columns.values(), strict=True)]
+    table = pa.table({"key": list(user.keys), **columns})
+    store = open_store(context.out).sub(FOLDER)
+    for name, write in ((TABLE, pq.write_table), (CSV, pyarrow.csv.write_csv)):
+        buffer = pa.BufferOutputStream()
+        write(table, buffer)
+        store.write_bytes(name, buffer.getvalue().to_pybytes())
+    networks = {stage: context.inputs[train_node(stage)].attempt for stage in config.stages}
+    how = {"use": "scores", "stages": config.stages, "bits": config.bits, "batch_size": batch, "networks": networks}
+    store.write_text(RECORD, json.dumps({**how, "images": _named_digests(user)}, indent=1))
+    metrics = {f"user_images/bits_per_dim/{part}": sum(scores) / len(scores) for part, scores in columns.items()}
+    with context.run.open() as run:
+        run.log_metrics(metrics)
+    return NodeResult(outputs={"scores": FOLDER}, metrics=metrics)
+
+
+def _named_digests(user: UserImages) -> dict[str, str]:
+    return dict(zip(user.keys, user.digests, strict=True))
+
+
+def _given_bits(user: UserImages, config: SPNConfig) -> np.ndarray:
+    """[H, W]: how many bits of each pixel of an image were given."""
+    size, factor = config.image_size, config.scaling_factor
+    bits = np.zeros((size, size), np.int64)
+    if user.use == "depth_upscale":
+        bits[:] = user.num_bits
+    elif user.use == "size_upscale":
+        bits[::factor, ::factor] = user.num_bits
+    elif config.stage == "baseline":
+        bits[: user.num_given] = user.num_bits
+    else:
+        for number in range(user.num_given):
+            bits[number // factor :: factor, number % factor :: factor] = user.num_bits
+    return bits
+
+
+def _shown(user: UserImages, given_bits: np.ndarray) -> np.ndarray:
+    """The given images, gray where nothing was given."""
+    pictures = display(user.values, num_bits=user.num_bits)
+    if user.use == "complete":
+        pictures = np.where((given_bits > 0)[None, :, :, None], pictures, np.uint8(UNKNOWN))
+    return pictures
+
+
+# ---- what fits --------------------------------------------------------------------------------------------------
+
+
+def for_sampling(config: ExperimentConfig) -> UserImages:
     """Images to start from, for sample.use. Raises UserError for what the chain cannot start from."""
     use, stages = config.sample.use, stage_names(config)
     if use is None:
@@ -106,17 +215,17 @@ def for_sampling(config: ExperimentConfig) -> OwnImages:
         what = f"sample.use=complete takes {size}x{size} images"
     _check_bits(config.image_bits, bits)
     keys, values = _read(config, side=side, what=what, bits=bits)
-    return OwnImages(SAMPLE, _names(keys), values, bits, tuple(stages), use, num_given)
+    return UserImages(SAMPLE, _names(keys), values, bits, tuple(stages), use, num_given)
 
 
-def for_scoring(config: ExperimentConfig) -> OwnImages:
-    """Images to score. Raises UserError for images that are none of the model's, or to be started from."""
+def for_scoring(config: ExperimentConfig) -> UserImages:
+    """Images to score. Raises UserError for images that do not fit the model, and for settings of sampling."""
     for key, value in config.sample.set_for_images().items():
         raise UserError(f"sample.{key} is {value}; it is for sample.py: evaluate.py scores images as they are")
     size, bits, stages = config.data.image_size, config.bits[-1], stage_names(config)
     _check_bits(config.image_bits, bits)
     keys, values = _read(config, side=size, what=f"the model scores {size}x{size} images", bits=bits)
-    return OwnImages(SCORE, keys, values, bits, tuple(stages))
+    return UserImages(SCORE, keys, values, bits, tuple(stages))
 
 
 def _need_stage(use: str, kind: str, config: ExperimentConfig) -> None:

@@ -1,6 +1,6 @@
 """The report's commands work as they stand there.
 
-python -m pytest tests/pipelines/test_report.py
+python -m pytest tests/pipelines/nodes/test_report.py
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pipelines.tracking import RunHandle
 def test_commands_name_a_preset_or_leave_room_for_the_users_file(tmp_path: Path, name: str, shown: str) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text((PRESETS / "debug.yaml").read_text().replace("name: debug", f"name: {name}"))
-    report = nodes(load(str(file)))[-1]
+    report = nodes(load(str(file)), listed=False)[-1]
     inputs = {node: NodeOutput(str(tmp_path), {}, {}, "a") for node in report.needs}
     where = {"inputs": inputs, "out": str(tmp_path), "run": RunHandle(), "progress": Reporter("report"), "fresh": True}
     context = NodeContext("report", "f", "a", report.config, {}, **where)
-    section = _rerun_section(context, report.config["stages"])
+    section = _rerun_section(context, report.config.stages)
     assert section.count(f"full_multidim.py --config {shown}") == 3
-    assert "key=value settings of this start" in section
+    assert "key=value settings of this launch" in section

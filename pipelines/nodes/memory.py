@@ -1,0 +1,59 @@
+"""How much fits into a GPU's memory is asked, not predicted: try it, and try less after running out of memory."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+
+
+def halved(size: int, *, divides: int | None = None) -> Iterator[int]:
+    """size, then about half of it, down to 1; with `divides` the next smaller divisors of that number."""
+    while size:
+        if divides is not None:
+            size = next(n for n in range(size, 0, -1) if divides % n == 0)
+        yield size
+        size //= 2
+
+
+def largest_that_fits(sizes: Iterable[int], attempt: Callable[[int], object]) -> int:
+    """The first size for which `attempt` does not run out of GPU memory; 0 if there is none."""
+    for size in sizes:
+        try:
+            attempt(size)
+            return size
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+        free_memory()  # here, where no traceback refers to tensors any more
+    return 0
+
+
+def free_memory() -> None:
+    """Gives back what nothing refers to. Networks are compiled again: for the next size, not for any size."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def smallest_of_workers(size: int, device: torch.device) -> int:
+    """The smallest number that any worker of the process group has. All of them must call it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return size
+    smallest = torch.tensor(size, device=device)
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    return int(smallest)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Also if the compiler, which tries kernels on the GPU, raised an error of its own because of it."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,58 @@
+"""Trained networks on storage, and a stand-in for Ray that runs its actors here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipelines.dag.node import NodeOutput
+from spn.checkpoint import save_checkpoint
+
+
+@pytest.fixture(scope="session")
+def networks(tiny_spn: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, NodeOutput]:
+    """Outputs of train nodes: a chain at 8 x 8, S = 2, bits [3, 6], re-randomised."""
+    common, inputs = dict(image_size=8, scaling_factor=2, num_bits=3), {}
+    for seed, stage in enumerate(("first_slice", "size_upscale", "depth_upscale")):
+        model = tiny_spn(stage, seed=seed, **common, num_given_bits=3 if stage == "depth_upscale" else 0).float()
+        folder = tmp_path_factory.mktemp(stage)
+        (folder / "checkpoint").mkdir()
+        save_checkpoint(folder / "checkpoint", model=model, ema=model.state_dict(), trainer={})
+        inputs[f"train_{stage}"] = NodeOutput(str(folder), {"checkpoint": "checkpoint"}, {}, f"attempt-{stage}")
+    return inputs
+
+
+class Actor:
+    """Runs each call at once."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=getattr(self._worker, name))
+
+
+@pytest.fixture
+def ray_in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Ray's actors are objects of this process, whose calls return at once; the objects that were made."""
+    made: list[Any] = []
+
+    def remote(**_: Any) -> Callable[[type], Any]:
+        def start(kind: type, *arguments: Any) -> Actor:
+            made.append(kind(*arguments))
+            return Actor(made[-1])
+
+        return lambda kind: SimpleNamespace(remote=lambda *arguments: start(kind, *arguments))
+
+    ray = SimpleNamespace(
+        remote=remote,
+        get=lambda values: values,
+        wait=lambda references, num_returns: (references[:1], references[1:]),
+        kill=lambda actor: None,
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    return made

@@ -1,0 +1,327 @@
+"""What a training worker gets: its share of each batch, target slices, flips, masks of dropout of its own, and as many
+slices at once as its memory holds.
+
+python -m pytest tests/pipelines/nodes/test_train.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from data_prep.files import UserError, open_store
+from pipelines.config import NodeResources, TrainNodeConfig
+from pipelines.dag.progress import Reporter
+from pipelines.nodes import train
+from pipelines.tracking import RunHandle
+from spn.checkpoint import save_checkpoint
+from spn.config import SPNConfig, TrainConfig
+from spn.model import SPN
+from spn.ordering import image_to_slices
+from spn.training import Batch
+
+BATCH, SIDE, CPU = 8, 4, torch.device("cpu")
+
+
+def node(model: SPNConfig, **settings: Any) -> TrainNodeConfig:
+    settings = {"batch_size": BATCH, **settings}
+    return TrainNodeConfig(
+        stage=model.stage,
+        model=model,
+        train=TrainConfig(**settings),
+        stored_bits=8,
+        seed=0,
+        resources=NodeResources(),
+    )
+
+
+@pytest.fixture
+def size_upscale(tiny_config: Callable[..., SPNConfig]) -> SPNConfig:
+    return tiny_config("size_upscale", image_size=SIDE, scaling_factor=2, num_bits=8)
+
+
+# ---- its share of each batch ---------------------------------------------------------------------------------------
+
+
+class Shard:
+    """A worker's part of the stream from `step` on, as Ray Train hands it out: two optimiser steps."""
+
+    def __init__(self, rank: int, num_workers: int, step: int) -> None:
+        share = BATCH // num_workers
+        steps = range(step, step + 2)
+        self.positions = [s * BATCH + rank * share + row for s in steps for row in range(share)]
+
+    def iter_batches(self, *, batch_size: int, **_: Any) -> Iterator[pa.Table]:
+        for start in range(0, len(self.positions), batch_size):
+            mine = self.positions[start : start + batch_size]
+            pixels = [bytes([position]) * (SIDE * SIDE * 3) for position in mine]
+            columns = {
+                "key": [f"photo-{position % 12}" for position in mine],
+                "px": pa.array(pixels, pa.binary(SIDE * SIDE * 3)),
+                "epoch": pa.array([position // 12 for position in mine], pa.int32()),
+                "position": pa.array(mine, pa.int64()),
+            }
+            yield pa.table(columns)
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch, size_upscale: SPNConfig) -> Callable[..., list[list[Batch]]]:
+    """batches(rank, of=workers, seed=...) -> the worker's micro-batches of two images, of steps 3 and 4."""
+
+    def build(rank: int, *, of: int, seed: int = 0, first_step: int = 3) -> list[list[Batch]]:
+        config = dataclasses.replace(node(size_upscale), seed=seed)
+        monkeypatch.setattr(train.ray.train, "get_dataset_shard", lambda _: Shard(rank, of, 3))
+        return list(train.micro_batches(config, 2, first_step=first_step, rank=rank, num_workers=of, device=CPU))
+
+    return build
+
+
+def test_workers_share_a_batch_and_each_draws_masks_of_its_own(batches) -> None:
+    """Rows and seeds of dropout are those of one worker alone with micro-batches of this size; no two are the same."""
+    alone = batches(0, of=1)
+    for workers in (2, 4):
+        shares = [batches(rank, of=workers) for rank in range(workers)]
+        for step, expected in enumerate(alone):
+            together = [batch for share in shares for batch in share[step]]
+            assert [batch.seed for batch in together] == [batch.seed for batch in expected]
+            assert all(torch.equal(a.image, b.image) for a, b in zip(together, expected, strict=True))
+    seeds = [batch.seed for step in alone for batch in step]
+    assert len(set(seeds)) == len(seeds) == 8
+    assert not set(seeds) & {batch.seed for step in batches(0, of=1, seed=1) for batch in step}
+
+
+@pytest.mark.parametrize("step", [0, 2, 3])
+def test_what_is_left_to_read_is_shared_evenly_after_the_last_step_too(step: int) -> None:
+    """A training may be killed between its last checkpoint and its end: its workers start once more."""
+    start, num_rows = train.rows_to_read(TrainConfig(num_steps=3, batch_size=BATCH), step)
+    assert (start, num_rows) == (step * BATCH, max(3 - step, 1) * BATCH)
+
+
+def test_rows_of_another_step_are_noticed(batches) -> None:
+    with pytest.raises(AssertionError, match="instead of"):
+        batches(0, of=1, first_step=2)
+
+
+# ---- as many slices at once as its memory holds --------------------------------------------------------------------
+
+
+class Memory:
+    """Stands for a network on a GPU that holds `limit` slices: more raise torch's error. Keeps what was tried."""
+
+    def __init__(self, model: SPN, limit: int) -> None:
+        self.model, self.limit, self.tried = model, limit, list[int]()
+
+    def __call__(self, image: torch.Tensor, *inputs: Any) -> torch.Tensor:
+        self.tried.append(len(image))
+        logits = self.model(image, *inputs)
+        if len(image) > self.limit:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return logits
+
+
+def find(model: SPN, limit: int, *, share: int = 12, most: int | None = None) -> tuple[int, list[int]]:
+    """The micro-batch and what was tried."""
+    memory = Memory(model, limit)
+    config = TrainConfig(batch_size=share, micro_batch_size=most)
+    return train.find_micro_batch(model, memory, config, share=share, trying=True), memory.tried
+
+
+def test_halves_that_divide_the_share_are_tried_until_one_fits(size_upscale: SPNConfig) -> None:
+    model = SPN(size_upscale)
+    assert find(model, 100) == (12, [12])
+    assert find(model, 5) == (3, [12, 6, 3])
+    assert find(model, 1) == (1, [12, 6, 3, 1])
+    assert find(model, 100, most=5) == (4, [4]), "5 does not divide 12"
+    with pytest.raises(UserError, match="^size_upscale cannot train on this GPU: its memory holds not even one slice"):
+        find(model, 0)
+
+
+def test_trying_leaves_weights_gradients_and_random_state_alone(tiny_config) -> None:
+    model = SPN(tiny_config("depth_upscale", image_size=SIDE, scaling_factor=2, decoder={"dropout": 0.5}))
+    weights, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    assert find(model, 3)[0] == 3
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_another_error_is_no_lack_of_memory(size_upscale: SPNConfig) -> None:
+    def broken(*_: Any) -> torch.Tensor:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        train.find_micro_batch(SPN(size_upscale), broken, TrainConfig(batch_size=4), share=4, trying=True)
+
+
+@pytest.mark.parametrize(("limits", "agreed"), [((100, 5), 3), ((5, 100), 3), ((100, 0), None)])
+def test_workers_agree_on_what_fits_all_of_them(
+    limits: tuple[int, int], agreed: int | None, size_upscale: SPNConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers, one of which has less memory: neither waits for the other while it tries."""
+    barrier, sizes, found = threading.Barrier(2, timeout=60), list[int](), list[int | None]()
+
+    def smallest(size: int, device: torch.device) -> int:
+        sizes.append(size)
+        barrier.wait()
+        return min(sizes)
+
+    def work(limit: int) -> None:
+        try:
+            found.append(find(SPN(size_upscale), limit)[0])
+        except UserError:
+            found.append(None)
+
+    monkeypatch.setattr(train, "smallest_of_workers", smallest)
+    monkeypatch.setattr(
+        torch.random, "fork_rng", lambda **_: contextlib.nullcontext()
+    )  # this process has one random state
+    workers = [threading.Thread(target=work, args=(limit,)) for limit in limits]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert found == [agreed, agreed]
+
+
+def test_a_restart_keeps_what_the_attempt_has_found(tmp_path: Path) -> None:
+    """While it divides the share and keeps to the limit that is set."""
+    store = open_store(tmp_path)
+    config = TrainConfig(batch_size=24)
+    assert train.recorded_micro_batch(store, config, num_workers=2) is None
+    store.write_text(train.MICRO_BATCH, json.dumps({"micro_batch_size": 6}))
+    assert train.recorded_micro_batch(store, config, num_workers=2) == 6
+    assert train.recorded_micro_batch(store, config, num_workers=3) is None
+    capped = dataclasses.replace(config, micro_batch_size=4)
+    assert train.recorded_micro_batch(store, capped, num_workers=2) is None
+
+
+class Trained(Exception):
+    """Ends a worker where it would train."""
+
+
+@pytest.mark.parametrize("recorded", [None, 2])
+def test_a_worker_records_what_it_found_before_it_trains(
+    recorded: int | None, size_upscale: SPNConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, handed_out = node(size_upscale, num_steps=2, micro_batch_size=4), list[int]()
+    place = dict.fromkeys(("get_world_rank", "get_local_rank", "get_node_rank"), lambda: 0)
+    context = SimpleNamespace(**place, get_world_size=lambda: 1)
+    monkeypatch.setattr(train.ray.train, "get_context", lambda: context)
+    monkeypatch.setattr(train.ray.train, "get_checkpoint", lambda: None)
+    monkeypatch.setattr(train.ray.train, "get_dataset_shard", lambda _: Shard(0, 1, 0))
+    monkeypatch.setattr(train, "get_device", lambda: CPU)
+
+    def fit(*_: Any, batches: Iterator[list[Batch]], **__: Any) -> None:
+        handed_out.extend(len(batch.index) for batch in next(batches))
+        raise Trained
+
+    monkeypatch.setattr(train, "fit", fit)
+    job = train.Job(config, str(tmp_path), recorded, RunHandle(), 0, Reporter("train_size_upscale"))
+    with pytest.raises(Trained):
+        train.train_worker(job)
+    record = tmp_path / train.MICRO_BATCH
+    if recorded is None:
+        assert json.loads(record.read_text()) == {"micro_batch_size": 4} and handed_out == [4, 4]
+    else:
+        assert not record.exists() and handed_out == [2, 2, 2, 2]
+
+
+# ---- what it begins with -------------------------------------------------------------------------------------------
+
+
+def checkpoint(folder: Path, config: SPNConfig) -> Path:
+    model = SPN(config)
+    folder.mkdir()
+    save_checkpoint(folder, model=model, ema=dict(model.named_parameters()), trainer={})
+    return folder
+
+
+def test_weights_to_start_from_are_checked_before_a_worker_starts(
+    tiny_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    config = tiny_config("size_upscale", image_size=SIDE, scaling_factor=2)
+    folder = checkpoint(tmp_path / "checkpoint", config)
+    train.check_start_weights(str(folder), config)
+    assert train.start_weights_of(str(folder), config).keys() == dict(SPN(config).named_parameters()).keys()
+    other = dataclasses.replace(config, num_bits=3)
+    with pytest.raises(UserError, match=f"^train.init_from: {folder}: num_bits is 3 here, 1 in the checkpoint$"):
+        train.check_start_weights(str(folder), other)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(UserError, match=f"^train.init_from: {folder}: "):
+        train.check_start_weights(str(folder), config)
+    with pytest.raises(UserError, match="^train.init_from: /nowhere has no config.json; it must be the folder of a "):
+        train.check_start_weights("/nowhere", config)
+
+
+@pytest.mark.parametrize(("num_valid", "message"), [(0, "no valid images"), (1, "^train.init_from: /nowhere has no ")])
+def test_what_a_training_cannot_begin_with_is_the_users_mistake(
+    num_valid: int, message: str, monkeypatch: pytest.MonkeyPatch, size_upscale: SPNConfig
+) -> None:
+    images = SimpleNamespace(uri="set", num_images=lambda split: num_valid if split == "valid" else 1)
+    monkeypatch.setattr(train, "open_dataset", lambda _: images)
+    inputs = {"prepare_data": SimpleNamespace(uri="/data", named={"dataset": "dataset"})}
+    context = SimpleNamespace(config=node(size_upscale, init_from="/nowhere"), inputs=inputs, fresh=True)
+    with pytest.raises(UserError, match=message):
+        train.run(context)
+
+
+# ---- batches -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(tiny_config: Callable[..., Any]) -> Callable[..., Batch]:
+    """made(stage, epoch=..., **of TrainConfig) -> a batch of 400 random 8-bit images of that stage at S = 2."""
+
+    def build(stage: str, *, epoch: int = 0, **settings: Any) -> Batch:
+        bits = {"depth_upscale": dict(num_given_bits=3, num_bits=5)}.get(stage, dict(num_bits=3))
+        model = tiny_config(stage, image_size=SIDE, scaling_factor=2, **bits)
+        pixels = np.random.default_rng(0).integers(0, 256, (400, SIDE, SIDE, 3), dtype=np.uint8)
+        keys = [f"photo-{number}" for number in range(400)]
+        rows = {"px": pixels, "key": keys, "epoch": np.full(400, epoch)}
+        return train.make_batch(rows, node(model, **settings), CPU)
+
+    return build
+
+
+@pytest.mark.parametrize("stage", ["first_slice", "size_upscale", "depth_upscale"])
+def test_target_slices_are_drawn_evenly_from_all_meta_positions(stage, made) -> None:
+    """An unbiased estimate needs each of the four as often: 100 of 400, four standard deviations allowed."""
+    index = made(stage).index
+    counts = index.bincount(minlength=4)
+    assert len(counts) == 4 and (counts - 100).abs().max() < 4 * (400 * 3 / 16) ** 0.5
+    assert torch.equal(index, made(stage).index)
+    assert not torch.equal(index, made(stage, epoch=1).index)
+
+
+def test_a_first_slice_network_trains_on_slice_0_0_alone_if_told_so(made) -> None:
+    """Other stages need all slices whatever is set."""
+    assert not made("first_slice", slices="first").index.any()
+    assert len(made("size_upscale", slices="first").index.unique()) == 4
+
+
+def test_a_network_gets_the_bits_that_it_generates_and_those_above_as_given(made) -> None:
+    low, high = made("size_upscale"), made("depth_upscale")
+    assert low.given is None and low.image.max() == 7 and high.image.max() == 31
+    assert torch.equal(high.given, low.image)
+
+
+def test_half_of_the_images_are_flipped_if_told_so(made) -> None:
+    """As whole images, before they are cut into slices, and the given bits with them."""
+    plain, flipped = made("depth_upscale"), made("depth_upscale", horizontal_flip=True)
+    turned = torch.tensor([not torch.equal(a, b) for a, b in zip(plain.image, flipped.image, strict=True)])
+    assert 160 < turned.sum() < 240
+    for whole, other in ((plain.image, flipped.image), (plain.given, flipped.given)):
+        assert torch.equal(other[turned], whole[turned].flip(-1))
+    mirrored = image_to_slices(plain.image, 2)[turned].flip(-1)  # slice (0, 0) of the flipped image was slice (0, 1)
+    assert torch.equal(image_to_slices(flipped.image, 2)[turned][:, 0], mirrored[:, 1])
