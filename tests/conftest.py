@@ -34,19 +34,36 @@ os.environ.update(
 os.environ.pop("RAY_ADDRESS", None)
 
 
-STARTS_RAY = {"test_cluster", "test_end_to_end", "test_job_submit", "test_ray_train", "test_verify"}
+# Files whose tests use Ray. Under pytest-xdist they run in one process: two sessions at once would have too few cores.
+WITH_RAY = {"test_build", "test_cluster", "test_damage", "test_drawing", "test_end_to_end", "test_ingest"}
+WITH_RAY |= {
+    "test_job_submit",
+    "test_kill",
+    "test_ray_compat",
+    "test_ray_train",
+    "test_run",
+    "test_start",
+    "test_verify",
+}
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups for pytest-xdist: all tests with Ray run in one process, the others file by file.
-
-    Two Ray sessions at once would have too few cores, and the files of a process share what their fixtures made.
-    """
     for item in items:
-        module = item.path.stem
-        with_ray = module in STARTS_RAY or "ray_session" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("ray" if with_ray else module))
+        if "ray_session" in getattr(item, "fixturenames", ()) and item.path.stem not in WITH_RAY:
+            raise pytest.UsageError(f"{item.path} uses Ray; name it in WITH_RAY of tests/conftest.py")
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Each file runs in one process, so that its tests share what its fixtures made."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "with Ray" if Path(file).stem in WITH_RAY else file
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -29,8 +29,6 @@ from pipelines import (
     train_stage,
 )
 from pipelines.config import node_names, stage_names
-from pipelines.dag.fingerprint import Sources
-from pipelines.dag.node import Node
 from pipelines.dag.run import NodeReport, RunReport
 from pipelines.loading import load
 
@@ -388,46 +386,6 @@ def test_a_bug_keeps_its_traceback() -> None:
 
     with pytest.raises(RuntimeError):
         cli.run_guarded(fail)
-
-
-@pytest.mark.slow
-def test_exit_codes_of_a_start(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_session: None
-) -> None:
-    """Runs three toy nodes: a failed one ends with 1, its log and the way on; the second start goes on from there."""
-    broken = tmp_path / "broken"
-    broken.touch()
-    nodes = [
-        Node("first", "toy.nodes:write", config={"value": 1}),
-        Node("second", "toy.nodes:fail_while", needs=("first",), options={"broken": str(broken)}),
-        Node("third", "toy.nodes:write", needs=("second",)),
-    ]
-    monkeypatch.setattr(pipeline, "nodes", lambda config, **_: nodes)
-    monkeypatch.setattr(start, "SOURCES", Sources(TOYS, ("toy",)))
-    monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo("embedded", {"CPU": 2.0}))
-    monkeypatch.setattr(cluster, "disconnect", lambda: None)
-
-    code, out, _ = command(full_multidim.main)
-    assert code == 1
-    assert "second failed: RuntimeError: broken on purpose" in out and "third was not started" in out
-    log = next(line.split("its log: ")[1] for line in out.splitlines() if "its log: " in line)
-    assert "broken on purpose" in Path(log).read_text()
-    folder = tmp_path / "runs" / "debug"
-    assert "name: debug" in (folder / "config.yaml").read_text()
-    assert not (folder / "run.lock").exists()
-
-    broken.unlink()
-    code, out, _ = command(full_multidim.main)
-    assert code == 0
-    assert "first   skip  up to date" in out and f"mlflow ui --backend-store-uri sqlite:///{folder}/mlflow.db" in out
-
-    code, out, _ = command(full_multidim.main, "--only", "third", "--rerun", "third")
-    assert code == 0 and "third executed: " in out and "first executed" not in out
-
-    nodes[0] = Node("first", "toy.nodes:mistake")
-    code, out, err = command(full_multidim.main)
-    assert code == 2 and err == "error: first: the folder is empty\n"
-    assert "[first] FAILED" in out and "was not started" not in out
 
 
 # ---- what can be read ----------------------------------------------------------------------------------------------
