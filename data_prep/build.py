@@ -27,7 +27,7 @@ from ray.data._internal.execution.execution_callback import ExecutionCallback
 
 from data_prep import card, images, sources
 from data_prep.config import DataConfig
-from data_prep.files import Store, open_store
+from data_prep.files import Store, open_store, printable
 from data_prep.lock import Lock
 from data_prep.order import draws
 from data_prep.parquet import (
@@ -67,6 +67,9 @@ _SHARED_CHUNK_BYTES = 256_000_000
 
 class TooManyUnusable(Exception):
     """More photos than max_quarantine_fraction allows could not be used; nothing was committed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))  # it holds names of photos
 
 
 def build(

@@ -52,6 +52,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def printable(text: str) -> str:
+    """The text on one line, with terminal escapes and other characters that cannot be printed written as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class UserError(Exception):
     """A mistake in the arguments, the config or the named data; the message is one line: what, where, what is valid."""
 

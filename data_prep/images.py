@@ -18,6 +18,7 @@ import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
 from data_prep import resize
+from data_prep.files import printable
 
 MAX_PIXELS = 100_000_000  # of one source image; checked in the header, before memory is taken
 
@@ -61,6 +62,7 @@ class UnusableImage(Exception):
     """An image that must go to quarantine. `reason` is a stable code, `message` is for people."""
 
     def __init__(self, reason: str, message: str) -> None:
+        message = printable(message)
         super().__init__(f"{reason}: {message}")
         self.reason = reason
         self.message = message

@@ -9,9 +9,12 @@ Shapes: N rows, R side of an image. Pixels are (R, R, 3) uint8, row by row; at d
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
-from collections.abc import Iterable
+import re
+import struct
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -20,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.files import HashedStream, Store, open_store
+from data_prep.files import HashedStream, Store, open_store, printable
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -288,9 +291,107 @@ def open_dataset(uri: str) -> Dataset:
 
 
 def read_shard(uri: str, shard: Shard, *, row_group: int | None = None, columns: list[str] | None = None) -> pa.Table:
-    """One row group of a shard, or all of it. Page checksums are verified."""
+    """One row group of a shard, or all of it. Page checksums are verified. Raises ValueError for other columns."""
     with open_store(uri).open(shard.path) as stream:
-        parquet = pq.ParquetFile(stream, page_checksum_verification=True)
+        parquet = open_parquet(stream, name=shard.path, page_checksum_verification=True)
+        if not parquet.schema_arrow.equals(schema(shard.resolution)):
+            raise ValueError(f"{shard.path}: columns are {parquet.schema_arrow.names} of other types than a shard has")
         if row_group is None:
             return parquet.read(columns=columns, use_threads=False)
         return parquet.read_row_group(row_group, columns=columns, use_threads=False)
+
+
+# ---- Parquet files of others ---------------------------------------------------------------------------------------
+#
+# Arrow gives values of an extension type to the class that is registered for its name, and Ray registers one that
+# unpickles them. So a file with such a type anywhere is refused, before Arrow has seen its schema: Arrow keeps types of
+# its own in the footer's entry ARROW:schema, an IPC message in base64.
+
+_EXTENSION = b"ARROW:extension:name"
+_MAX_FOOTER_BYTES = 1 << 28
+_MAX_FIELDS = 10_000  # looked at to name a column
+
+
+class UnsafeTable(ValueError):
+    """A Parquet file with an extension type; the message names the file and the column."""
+
+
+def open_parquet(stream: pa.NativeFile, *, name: str, page_checksum_verification: bool = False) -> pq.ParquetFile:
+    """Raises UnsafeTable for a file with an extension type, also nested, also in a column that nobody reads.
+
+    And Arrow's errors for what is not an intact Parquet file. `name` is the file's name for people.
+    """
+    footer = _footer(stream)
+    if any(pattern in footer for pattern in _in_base64(_EXTENSION)):
+        column = printable(_extension_column(footer) or "?")
+        raise UnsafeTable(
+            f"{printable(name)}: column {column} has an extension type, which may run code; only plain types are read"
+        )
+    return pq.ParquetFile(stream, page_checksum_verification=page_checksum_verification)
+
+
+def _footer(stream: pa.NativeFile) -> bytes:
+    size = stream.size()
+    tail = stream.read_at(8, size - 8) if size >= 12 else b""
+    length = int.from_bytes(tail[:4], "little")
+    if tail[4:] != b"PAR1" or length > min(size - 12, _MAX_FOOTER_BYTES):
+        raise pa.ArrowInvalid("it is not a Parquet file, or its end is missing")
+    return stream.read_at(length, size - 8 - length)
+
+
+def _in_base64(text: bytes) -> Iterator[bytes]:
+    """What the text looks like inside of base64, for each of the three places that it may begin at."""
+    for before in range(3):
+        encoded = base64.b64encode(bytes(before) + text)
+        yield encoded[-(-8 * before // 6) : 8 * (before + len(text)) // 6]
+
+
+def _extension_column(footer: bytes) -> str | None:
+    """The path of the first extension column, None where the schema cannot be followed."""
+    for match in re.finditer(rb"ARROW:schema\x18[\x80-\xff]*[\x00-\x7f]([A-Za-z0-9+/]+=*)", footer):
+        try:
+            message = base64.b64decode(match[1] + b"=" * (-len(match[1]) % 4))
+            path = next(_extension_paths(message[8 if message[:4] == b"\xff" * 4 else 4 :]), None)
+        except (ValueError, IndexError, struct.error):
+            continue
+        if path is not None:
+            return path
+    return None
+
+
+def _extension_paths(buffer: bytes) -> Iterator[str]:
+    """Paths of extension columns in an IPC schema (Message.header 2, Schema.fields 1, Field.name 0, children 5,
+    custom_metadata 6, KeyValue.key 0). Read by hand from the flatbuffer, as Arrow's own reader would make the types."""
+
+    def number(kind: str, at: int) -> int:
+        return struct.unpack_from(f"<{kind}", buffer, at)[0]
+
+    def follow(at: int) -> int:
+        return at + number("I", at)
+
+    def slot(table: int, index: int) -> int | None:
+        """Where the table's value is, and what it refers to."""
+        layout = table - number("i", table)
+        offset = number("H", layout + 4 + 2 * index) if 4 + 2 * index < number("H", layout) else 0
+        return follow(table + offset) if offset else None
+
+    def tables(vector: int | None) -> Iterator[int]:
+        for i in range(number("I", vector) if vector is not None else 0):
+            yield follow((vector or 0) + 4 + 4 * i)
+
+    def text(at: int | None) -> bytes:
+        return b"" if at is None else buffer[at + 4 : at + 4 + number("I", at)]
+
+    def walk(field: int, above: str) -> Iterator[str]:
+        if next(left, None) is None:
+            return
+        path = above + text(slot(field, 0)).decode(errors="replace")
+        if any(text(slot(pair, 0)) == _EXTENSION for pair in tables(slot(field, 6))):
+            yield path
+        for child in tables(slot(field, 5)):
+            yield from walk(child, f"{path}.")
+
+    left = iter(range(_MAX_FIELDS))
+    schema = slot(follow(0), 2)
+    for field in tables(slot(schema, 1) if schema is not None else None):
+        yield from walk(field, "")

@@ -26,8 +26,10 @@ from data_prep.parquet import (
     Dataset,
     Manifest,
     Shard,
+    UnsafeTable,
     keys_hash,
     open_dataset,
+    open_parquet,
     pixels,
     schema,
 )
@@ -83,7 +85,10 @@ def _quarantine_problems(dataset: Dataset) -> list[str]:
     if problem:
         return [problem]
     with open_store(dataset.uri).open(QUARANTINE) as stream:
-        table = pq.read_table(stream)
+        try:
+            table = open_parquet(stream, name=QUARANTINE).read()
+        except UnsafeTable as error:
+            return [str(error)]
     if not table.schema.equals(QUARANTINE_SCHEMA):
         return [f"{QUARANTINE}: columns are {table.schema.names} of other types than this version writes"]
     reasons = dict(sorted(Counter(table.column("reason").to_pylist()).items()))
@@ -130,7 +135,11 @@ def _verify_depths(dataset: Dataset, shards: list[Shard], problems: list[str]) -
         readers = []
         for shard in shards:
             stream = stack.enter_context(store.open(shard.path))
-            readers.append(pq.ParquetFile(stream, page_checksum_verification=True))
+            try:
+                readers.append(open_parquet(stream, name=shard.path, page_checksum_verification=True))
+            except UnsafeTable as error:
+                problems.append(str(error))
+                return None
         found = [text for shard, reader in zip(shards, readers, strict=True) for text in _layout(shard, reader)]
         if found:
             problems += found

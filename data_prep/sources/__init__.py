@@ -9,6 +9,7 @@ from __future__ import annotations
 import pathlib
 
 from data_prep.config import DataConfig
+from data_prep.files import printable
 from data_prep.layouts import LAYOUTS
 from data_prep.sources.base import (
     IMAGE_SUFFIXES,
@@ -97,4 +98,4 @@ def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFi
         if name == "folder":
             text = " and no archives of a known layout (prepare_data.py --list-sources shows them)"
         raise Unplannable(f"root is {listing.root!r}; the folder has no {wanted}{text}")
-    return name, used, why
+    return name, used, printable(why)

@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 import pyarrow as pa
 
 from data_prep.config import DataConfig
-from data_prep.files import Store, UserError, is_transient, open_store
+from data_prep.files import Store, UserError, is_transient, open_store, printable
 from data_prep.images import UnusableImage
 
 ENCODED, HWC, CHW = "encoded", "hwc", "chw"  # an image file; raw uint8 of a square, interleaved or in planes
@@ -38,6 +38,7 @@ class UnusableSource(ValueError):
     """A source that must not be built from: damaged archives, wrong counts, unsafe files. `reason` is a stable code."""
 
     def __init__(self, reason: str, message: str) -> None:
+        message = printable(message)  # it may hold names from files
         super().__init__(f"{reason}: {message}")
         self.reason = reason
         self.message = message
@@ -48,6 +49,9 @@ class UnusableSource(ValueError):
 
 class Unplannable(ValueError):
     """The configuration does not fit the source; one line that begins with the field's name says how."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 # ---- what a source consists of -------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from data_prep.config import DataConfig
 from data_prep.files import is_transient
+from data_prep.parquet import UnsafeTable, open_parquet
 from data_prep.sources.base import UNUSED, Index, Item, Listing, SourceFile, UnusableSource, check_series, split_of
 
 LAYOUT = "train-00000-of-00294.parquet, ... with column image (bytes and path of a file) and maybe label"
@@ -28,7 +29,7 @@ def recognise(listing: Listing, config: DataConfig, *, column: str = "image") ->
         return None
     try:
         with listing.open(first.path) as stream:
-            found = image_column(pq.read_schema(stream))
+            found = image_column(_open(stream, first.path).schema_arrow)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if is_transient(error):
             raise
@@ -51,7 +52,7 @@ def index(listing: Listing, config: DataConfig) -> Index:
             found.num_skipped += 1
             continue
         try:
-            with listing.open(path) as stream, pq.ParquetFile(stream) as file:
+            with listing.open(path) as stream, _open(stream, path) as file:
                 _add_rows(found, file, path, split)
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             if is_transient(error):
@@ -79,7 +80,7 @@ def _add_rows(found: Index, file: pq.ParquetFile, path: str, split: str | None) 
 def read_block(stream: pa.NativeFile, item: Item) -> pa.ChunkedArray:
     """The image column of the item's row group."""
     try:
-        file = pq.ParquetFile(stream)
+        file = _open(stream, item.path)
         return file.read_row_group(item.block, [image_column(file.schema_arrow)]).column(0)
     except (pa.ArrowException, OSError) as error:  # damaged pages: the index reads none of this column
         if is_transient(error):
@@ -88,9 +89,18 @@ def read_block(stream: pa.NativeFile, item: Item) -> pa.ChunkedArray:
         raise UnusableSource("corrupt_source_file", message) from None
 
 
+def _open(stream: pa.NativeFile, path: str) -> pq.ParquetFile:
+    try:
+        return open_parquet(stream, name=path)
+    except UnsafeTable as error:
+        raise UnusableSource("unsafe_column", str(error)) from None
+
+
 def image_column(schema: pa.Schema) -> str | None:
     for name in IMAGE_COLUMNS:
         field = schema.field(name) if name in schema.names else None
         if field is not None and pa.types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0:
-            return name
+            kind = field.type.field("bytes").type
+            if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+                return name
     return None

@@ -1,0 +1,212 @@
+"""No Parquet file runs code, whatever types its columns have.  pytest tests/data_prep/test_unsafe_tables.py
+
+Each file carries a pickle that would leave a mark. Ray is imported, so its extension types are registered with Arrow.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray.data  # noqa: F401  registers the extension types
+from ray.data._internal.object_extensions.arrow import ArrowPythonObjectType
+
+from data_prep import sources
+from data_prep.config import DataConfig
+from data_prep.files import open_store
+from data_prep.parquet import (
+    QUARANTINE,
+    QUARANTINE_SCHEMA,
+    Manifest,
+    Shard,
+    UnsafeTable,
+    open_parquet,
+    pixel_column,
+    read_shard,
+    shard_path,
+)
+from data_prep.sources import UnusableSource
+from data_prep.verify import verify
+
+ROOT = pathlib.Path(__file__).parents[2]
+PLAIN = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+class Mark:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, place: pathlib.Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.place),)
+
+
+@pytest.fixture
+def mark(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Where a payload would leave its mark."""
+    return tmp_path / "it ran"
+
+
+def objects(mark: pathlib.Path, number: int) -> pa.ExtensionArray:
+    data = pa.array([pickle.dumps(Mark(mark))] * number, pa.large_binary())
+    return pa.ExtensionArray.from_storage(ArrowPythonObjectType(), data)
+
+
+def labels(mark: pathlib.Path, image: pa.Array) -> pa.Table:
+    return pa.table({"image": image, "label": objects(mark, 2)})
+
+
+def image_bytes(mark: pathlib.Path, image: pa.Array) -> pa.Table:
+    evil = pa.StructArray.from_arrays([objects(mark, 2), image.field(1)], ["bytes", "path"])
+    return pa.table({"image": evil, "label": [1, 2]})
+
+
+def nested_unread(mark: pathlib.Path, image: pa.Array) -> pa.Table:
+    inner = pa.StructArray.from_arrays([objects(mark, 2)], ["deep"])
+    return pa.table({"image": image, "notes": pa.ListArray.from_arrays([0, 1, 2], inner)})
+
+
+def dictionary(mark: pathlib.Path, image: pa.Array) -> pa.Table:
+    """Dictionary-encoded bytes, and the extension's name in the field's metadata."""
+    kind = {"ARROW:extension:name": "ray.data.arrow_pickled_object", "ARROW:extension:metadata": ""}
+    column = pa.array([pickle.dumps(Mark(mark))] * 2).dictionary_encode()
+    field = pa.field("label", column.type, metadata=kind)
+    return pa.table([image, column], pa.schema([pa.field("image", PLAIN), field]))
+
+
+def tensor_metadata(mark: pathlib.Path, image: pa.Array) -> pa.Table:
+    """The type's own description is a pickle: older versions of Ray load it when the schema is read."""
+    kind = {"ARROW:extension:name": "ray.data.arrow_tensor_v2", "ARROW:extension:metadata": pickle.dumps(Mark(mark))}
+    column = pa.array([[1], [2]], pa.large_list(pa.int64()))
+    field = pa.field("unread", column.type, metadata=kind)
+    return pa.table([image, column], pa.schema([pa.field("image", PLAIN), field]))
+
+
+CASES = {labels: "label", image_bytes: "image.bytes", nested_unread: "notes.", dictionary: "label"}
+CASES |= {tensor_metadata: "unread"}
+
+
+def write(path: pathlib.Path, make: Callable[..., pa.Table], mark: pathlib.Path, jpegs: list) -> None:
+    image = pa.array([{"bytes": data, "path": None} for _, data in jpegs[:2]], PLAIN)
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(make(mark, image), path)
+    assert b"ARROW:schema" in path.read_bytes()
+
+
+def config(root: pathlib.Path, **changes: object) -> DataConfig:
+    return DataConfig(
+        **{**dict(dataset="pictures", image_size=16, resolutions=[16], bits=[8], root=str(root)), **changes}
+    )
+
+
+def test_the_payload_would_run_without_the_check(mark: pathlib.Path, tmp_path: pathlib.Path, jpegs: list) -> None:
+    write(tmp_path / "a.parquet", labels, mark, jpegs)
+    os.environ["RAY_DATA_AUTOLOAD_PICKLE_OBJECT_SCALAR"] = "1"
+    try:
+        pq.ParquetFile(tmp_path / "a.parquet").read().column("label")[0].as_py()
+    finally:
+        del os.environ["RAY_DATA_AUTOLOAD_PICKLE_OBJECT_SCALAR"]
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("source", ["auto", "hf_parquet"])
+@pytest.mark.parametrize(("make", "column"), CASES.items(), ids=lambda case: getattr(case, "__name__", case))
+def test_extension_types_are_refused_with_file_and_column(
+    make: Callable, column: str, source: str, mark: pathlib.Path, tmp_path: pathlib.Path, jpegs: list
+) -> None:
+    write(tmp_path / "raw" / "part.parquet", make, mark, jpegs)
+    for look in (sources.identify, sources.find):
+        with pytest.raises(UnusableSource) as refusal:
+            look(config(tmp_path / "raw", source=source))
+            sources.find(config(tmp_path / "raw", source=source))  # a named source is not opened to identify it
+        assert refusal.value.reason == "unsafe_column" and "\n" not in str(refusal.value)
+        assert f"part.parquet: column {column}" in str(refusal.value)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("shift", range(3))
+def test_the_name_of_an_extension_is_found_wherever_base64_puts_it(tmp_path: pathlib.Path, shift: int) -> None:
+    """Also in a schema that nobody can follow; then the column has no name."""
+    text = base64.b64encode(b"x" * (30 + shift) + b"ARROW:extension:name" + b"y" * 30).decode()
+    pq.write_table(pa.table({"a": [1]}).replace_schema_metadata({"other": text}), tmp_path / "a.parquet")
+    with pytest.raises(UnsafeTable, match=r"a.parquet: column \? has an extension type"):
+        with pa.OSFile(str(tmp_path / "a.parquet")) as stream:
+            open_parquet(stream, name="a.parquet")
+
+
+@pytest.mark.parametrize("damage", [b"", b"PAR1", b"PAR1" + b"\xff" * 4 + b"PAR1", b"x" * 40 + b"PARE"])
+def test_what_is_not_a_parquet_file_is_said(damage: bytes, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(damage)
+    with pytest.raises(UnusableSource, match="corrupt_source_file: a.parquet: it is not a Parquet file"):
+        sources.find(config(tmp_path))
+
+
+def test_a_data_set_for_training_is_read_only_with_its_own_columns(mark: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    path = shard_path(resolution=4, bits=8, split="train", index=0, num_shards=1)
+    (tmp_path / path).parent.mkdir(parents=True)
+    columns = {
+        "key": pa.array(["a"]),
+        "label": pa.array([1], pa.int32()),
+        **{name: pa.array([4], pa.int32()) for name in ("orig_h", "orig_w", "flags")},
+        "px": pixel_column(np.zeros((1, 4, 4, 3), np.uint8)),
+    }
+    pq.write_table(QUARANTINE_SCHEMA.empty_table(), tmp_path / QUARANTINE)
+    for change, error in (
+        ({"key": objects(mark, 1)}, "column key has an extension type"),
+        ({"unread": objects(mark, 1)}, "column unread has an extension type"),
+        ({"label": pa.array(["x"])}, "of other types than a shard has"),
+    ):
+        pq.write_table(pa.table(columns | change), tmp_path / path)
+        shard = Shard(path, "train", 0, 4, 8, (tmp_path / path).stat().st_size, "", [1])
+        with pytest.raises(ValueError, match=error):
+            read_shard(str(tmp_path), shard, row_group=0, columns=["key", "px"])
+    pq.write_table(pa.table(columns | {"key": objects(mark, 1)}), tmp_path / path)
+    manifest = Manifest("x", "", {"resolutions": [4], "bits": [8]}, {}, {"train": 1}, {}, {}, {}, "", {}, [], {})
+    store = open_store(tmp_path)
+    sums = dict(bytes=store.info(path).bytes, sha256=store.sha256(path))
+    manifest = dataclasses.replace(
+        manifest, shards=[dataclasses.replace(shard, **sums)], quarantine_sha256=store.sha256(QUARANTINE)
+    )
+    (tmp_path / "manifest.json").write_text(manifest.to_json())
+    (problem,) = verify(str(tmp_path))
+    assert f"{path}: column key has an extension type" in problem
+    assert not mark.exists()
+
+
+def test_names_from_files_are_printed_as_escapes(tmp_path: pathlib.Path) -> None:
+    name = "\x1b[2J\u202e\n<b>.parquet"
+    (tmp_path / name).write_bytes(b"x" * 40)
+    with pytest.raises(UnusableSource) as refusal:
+        sources.find(config(tmp_path))
+    assert "\\x1b[2J\\u202e\\n<b>.parquet: " in str(refusal.value) and str(refusal.value).isprintable()
+    assert str(pickle.loads(pickle.dumps(refusal.value))) == str(refusal.value)
+    (tmp_path / name).rename(tmp_path / "\x1b[2J.jpg")
+    assert sources.find(config(tmp_path)).why == "it has images such as \\x1b[2J.jpg"
+
+
+@pytest.mark.faults
+def test_the_command_refuses_the_file_and_runs_nothing(mark: pathlib.Path, tmp_path: pathlib.Path, jpegs: list) -> None:
+    """The first file is sound, so the second is found by the node, in its own process, which has imported Ray."""
+    image = pa.array([{"bytes": data, "path": None} for _, data in jpegs[:2]], PLAIN)
+    (tmp_path / "raw").mkdir()
+    pq.write_table(pa.table({"image": image, "label": [1, 2]}), tmp_path / "raw" / "a.parquet")
+    write(tmp_path / "raw" / "b.parquet", labels, mark, jpegs)
+    command = [sys.executable, "pipelines/prepare_data.py", "--config", "debug", f"storage={tmp_path}/runs"]
+    options = ["source=auto", "dataset=pictures", "crop=center", "tile_size=null", "tile_stride=null"]
+    command += [f"data.{option}" for option in [*options, f"root={tmp_path}/raw"]]
+    environment = {**os.environ, "RAY_DATA_AUTOLOAD_PICKLE_OBJECT_SCALAR": "1"}  # a user may have set it
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "unsafe_column: b.parquet: column label has an extension type" in done.stderr
+    assert not mark.exists()
