@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from data_prep.files import Store, UserError, open_store
-from data_prep.parquet import ShardWriter, pixels, schema, shard_path
+from data_prep.parquet import ShardWriter, open_parquet, pixels, schema, shard_path
 from pipelines.dag.node import NodeContext, NodeOutput, NodeResult
 from pipelines.nodes.memory import halved, largest_that_fits
 from pipelines.nodes.pictures import after_stages, animation, display, generation_frames, grid, png, side_by_side
@@ -351,7 +350,7 @@ def _is_finished(store: Store, configs: Mapping[str, SPNConfig], chunk: Chunk, p
 
 def _read(store: Store, path: str) -> pa.Table:
     with store.filesystem.open_input_file(store.path(path)) as stream:
-        return pq.ParquetFile(stream, page_checksum_verification=True).read(use_threads=False)
+        return open_parquet(stream, name=path, page_checksum_verification=True).read(use_threads=False)
 
 
 def _path(configs: Mapping[str, SPNConfig], chunk: Chunk) -> str:
