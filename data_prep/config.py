@@ -29,10 +29,8 @@ class DataConfig:
     resolutions: list[int]  # every H = W to write, image_size among them
     bits: list[int]  # every depth to write, 8 among them; depth b holds the b most significant bits
     source: str = "auto"  # layout of the raw images; auto: recognised by the names of the files
-    root: str | None = _not_semantic(
-        None
-    )  # path or URI of the raw images; None: the photos that come with this package
-    split: str = "auto"  # auto: the source's own test split, else by photo; see data_prep/splits.py
+    root: str | None = _not_semantic(None)  # path or URI of the raw images; None: the photos of this package
+    split: str = "auto"  # auto: the source's own test split, else by photo; see data_prep/plan.py
     split_file: str | None = None  # of split file: lines "key split"; a path below root, else any path or URI
     crop: str = "center"  # center: the central square; squash: all of it; random: a seeded square; tiles: many squares
     tile_size: int | None = None  # side of a tile in source pixels; None unless crop is tiles
@@ -41,18 +39,16 @@ class DataConfig:
     dct: str | None = None  # fast, accurate; None: as the profile says
     rounding: str | None = None  # truncate, nearest; None: as the profile says
     exif: str = "ignore"  # ignore the orientation, as TensorFlow does, or apply it
-    strict_jpeg: bool = (
-        False  # JPEGs with damaged pixels go to quarantine; else they are flagged, as decoders accept them
-    )
+    strict_jpeg: bool = False  # JPEGs with damaged pixels go to quarantine; else they are used and flagged
     min_side: int = 1  # photos with a shorter side go to quarantine
     allow_upscaling: bool = True  # scale up below a resolution; else quarantine
-    allow_truncated_archive: bool = False  # build from what is there of a tar that is cut off
+    allow_truncated_archive: bool = False  # build from the intact part of a tar that is cut off
     num_valid_photos: int = 0  # drawn by the seed; splits are by photo: all tiles of a photo are in one split
     num_test_photos: int = 0  # 0 where the source has a test split of its own
     rows_per_shard: int = 10_000
     row_group_rows: int | None = None  # None: as many as make about 16 MB of pixels
     max_quarantine_fraction: float | None = _not_semantic(None)  # more fail the build; None: 0 if known, else 0.001
-    check_counts: bool = _not_semantic(True)  # known data sets must have exactly as many images as were published
+    check_counts: bool = True  # known data sets must have exactly as many images as were published
     seed: int = 0  # decides the splits and the row order
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from data_prep.files import UserError
+from data_prep.files import UserError, printable
 from pipelines.config import ExperimentConfig, nearest, stage_names, train_node
 from pipelines.dag.masking import masked_output
 from pipelines.loading import load, preset_names
@@ -67,7 +67,7 @@ def run_guarded(command: Callable[[], int]) -> int:
         try:
             return command()
         except UserError as error:
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
             return UNUSABLE
         except KeyboardInterrupt:
             print("interrupted; the same command resumes from here", file=sys.stderr)

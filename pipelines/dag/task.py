@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from data_prep.files import Store, UserError, is_transient
+from data_prep.files import Store, UserError, is_transient, printable
 from pipelines.dag import attempts
 from pipelines.dag.attempts import Success
 from pipelines.dag.masking import Masked, mask
@@ -197,7 +197,7 @@ def root_cause(error: BaseException) -> BaseException:
 def one_line(error: BaseException) -> str:
     """The error as the progress lines and the summary show it, without secrets; a UserError speaks for itself."""
     error = root_cause(error)
-    message = mask(next((line.strip() for line in str(error).splitlines() if line.strip()), ""))
+    message = printable(mask(next((line.strip() for line in str(error).splitlines() if line.strip()), "")))
     if isinstance(error, UserError):
         return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
