@@ -276,6 +276,11 @@ class Dataset:
         tables = [read_shard(self.uri, shard, columns=columns) for shard in shards]
         return pa.concat_tables(tables).combine_chunks()
 
+    def split_digest(self, *, resolution: int, bits: int, split: str) -> str:
+        """Of the checksums of a split's shards, in order: equal exactly when all files are equal, byte for byte."""
+        shards = self.shards(resolution=resolution, bits=bits, split=split)
+        return hashlib.sha256("\n".join(shard.sha256 for shard in shards).encode()).hexdigest()[:32]
+
     def _check(self, name: str, value: object, allowed: Iterable) -> None:
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}; {self.uri} has {', '.join(map(str, allowed))}")

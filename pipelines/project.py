@@ -23,8 +23,6 @@ NOT_SEMANTIC = {
     "pipelines.dag.masking": "hides secrets in what people read",
     "pipelines.dag.node": "carries what a node function gets and returns",
     "pipelines.dag.progress": "shows progress",
-    "pipelines.mlflow_uri": "addresses of MLflow",
-    "pipelines.nodes.inputs": "names the datasets that a node has read, for MLflow",
     "pipelines.nodes.memory": "asks how much a GPU holds at once; the attempt records the answer",
     "pipelines.ray_compat": "where Ray keeps what it does not publish",
     "pipelines.registry": "names models in MLflow's registry",

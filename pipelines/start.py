@@ -14,7 +14,7 @@ import yaml
 
 from data_prep.files import Store, UserError, join, open_store
 from data_prep.lock import Lock, described, refusal_to_share
-from pipelines import cluster, mlflow_uri
+from pipelines import cluster, tracking
 from pipelines.config import ExperimentConfig
 from pipelines.dag import plan as planning
 from pipelines.dag import run as running
@@ -22,7 +22,6 @@ from pipelines.dag import status
 from pipelines.dag.attempts import ERROR
 from pipelines.dag.masking import mask_uris
 from pipelines.dag.progress import Display
-from pipelines.ledger import Ledger
 from pipelines.loading import resolve_storage, to_yaml
 from pipelines.project import SOURCES, git_commit
 
@@ -183,8 +182,8 @@ def _run(
     plan: planning.Plan, config: ExperimentConfig, session: cluster.ClusterInfo, store: Store, lock: Lock
 ) -> tuple[running.RunReport, str]:
     """The report and the tracking URI."""
-    uri, artifacts = mlflow_uri.default_uri(store, name=config.name, configured=config.tracking.uri)
-    ledger = Ledger(uri, experiment=config.name, run_folder=store.uri, artifacts=artifacts)
+    uri, artifacts = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
+    ledger = tracking.Ledger(uri, experiment=config.name, run_folder=store.uri, artifacts=artifacts)
     ledger.start_pipeline(
         tags={"config": config.name, "git_commit": git_commit()},
         params=dataclasses.asdict(config),
@@ -233,5 +232,5 @@ def _say_how_it_ended(report: running.RunReport, store: Store, *, tracking_uri: 
                 print("\n".join(summary.data_lines(report)))
     for what, path in summary.publish(report, store).items():
         print(f"{what}: {path}")
-    print(f"MLflow: {mlflow_uri.ui_command(tracking_uri)}", flush=True)
+    print(f"MLflow: {tracking.ui_command(tracking_uri)}", flush=True)
     return DONE

@@ -12,8 +12,8 @@ from data_prep import card
 from data_prep.files import Store, join, open_store
 from data_prep.parquet import open_dataset
 from pipelines.dag.run import RunReport
-from pipelines.mlflow_uri import ui_command
 from pipelines.nodes.images import SAMPLE, SCORE
+from pipelines.tracking import ui_command
 
 DATASET, SAMPLES, REPORT = "dataset", "samples", "report.html"
 OWN, RECORD = "user_images", "record.json"  # of the nodes sample_images and score_images

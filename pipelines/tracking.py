@@ -1,380 +1,163 @@
-"""MLflow as the ledger that people see: the only file that imports mlflow.
+"""MLflow, where people see what was run and compare it. The only file that imports mlflow.
 
-It mirrors what storage holds. When it cannot be reached, one warning appears, numbers are kept for a while and sent
-later, and the work goes on.
+MLflow mirrors what storage holds, and it never holds up the work. Metrics go through MLflow's own asynchronous queue;
+every other call takes as long as MLflow's HTTP retries allow, half a minute at most. A server that fails costs one
+warning, and nobody calls it for a minute. What it missed is sent at the end of the node: metrics from the node's
+recorded history, and a run that could not be opened is opened then. Pictures, texts and models are not sent again.
 
-The driver opens and ends runs (ledger.py); tasks and train workers get a picklable `RunHandle` and log through the
-`NodeRun` that it opens.
+The driver opens and ends runs through its `Ledger`; tasks and train workers get a picklable `RunHandle` and log through
+the `NodeRun` that it opens.
 """
 
 from __future__ import annotations
 
-import atexit
-import collections
+import contextlib
+import functools
 import json
 import logging
 import os
+import sys
 import threading
 import time
-import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote, urlsplit
 
-import numpy as np
-
+from data_prep.files import Store
 from pipelines import registry
 from pipelines.dag import fingerprint
-from pipelines.dag.masking import mask, plain_uri
-from pipelines.mlflow_uri import compare_link, run_link
+from pipelines.dag.masking import mask, mask_uris, plain_uri
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
+    from data_prep.parquet import Dataset
+
 log = logging.getLogger(__name__)
+_QUEUE_LOG = logging.getLogger("mlflow.utils.async_logging.async_logging_queue")
 
-_VALUE_CHARS = 500  # MLflow's limit for a parameter
-_TAG_CHARS = 5000
-_BATCH = 100  # parameters in one call
-_METRIC_BATCH = 1000  # metrics in one call; MLflow's limit
-_MAX_WAITING = 10_000  # calls kept while the server is away; the oldest go first
-RETRY_SEC = (1, 2, 5, 10, 30)
-CLOSE_SEC = 20.0  # how long closing a run waits for what was not sent yet
+UI = "http://127.0.0.1:5000"  # where `make ui` and `ui_command` show a SQLite file
 PARENT_TAG = "mlflow.parentRunId"
-KEY_TAG, KEY = "run_key", "key:"  # by which a run is found whose id is not known; such a reference's beginning
+_PARENT = "pipeline"  # name of the parent run
+# A server's login, as MLflow itself reads it.
+_USER, _PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
+LOGIN = (_USER, _PASSWORD, "MLFLOW_TRACKING_TOKEN")
+# Unless the user has set them; MLflow reads them on use. Its own defaults would wait for hours.
+_SETTINGS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+}
+PAUSE_SEC = 60.0  # for which a server that failed is not called
+CLOSE_SEC = 20.0  # longest wait for the metrics in MLflow's queue when a run is closed
+_PARAM_CHARS, _TAG_CHARS, _METRIC_BATCH = 500, 5000, 1000  # MLflow's limits
+
+_Call = Callable[["MlflowClient"], object]
 
 
-@dataclass(frozen=True)
-class RunHandle:
-    """Points to an MLflow run; without run_id and key it points nowhere and opens a silent run. Picklable.
+# The server: its address, its client, its failures.
 
-    A run that could not be opened yet, since the server was away, is known by a key that it will have as a tag.
-    It carries the server's login to other machines: Ray shows environment variables of a job to everybody who may look
-    at its dashboard, and this to nobody.
+
+def default_uri(store: Store, *, name: str, configured: str | None = None) -> tuple[str, str | None]:
+    """Tracking URI and artifact place for a run folder.
+
+    In this order: the configured server, $MLFLOW_TRACKING_URI, a SQLite file in the run folder. SQLite needs a local
+    disk, so for a run folder on an object store it lies in ~/spn_runs/<name>. A server's URI is returned without its
+    login, which moves to the environment variables that MLflow has for it.
     """
-
-    uri: str = ""
-    run_id: str | None = None
-    experiment_id: str | None = None
-    key: str = ""
-    experiment: str = ""  # its name, beside a key
-    login: Mapping[str, str] = field(default_factory=dict, compare=False)  # environment variables
-
-    def __repr__(self) -> str:
-        return f"RunHandle({mask(self.uri)!r}, {self.reference!r})"
-
-    @property
-    def reference(self) -> str | None:
-        """What another start finds the run by; None if it points nowhere."""
-        return self.run_id or (f"{KEY}{self.key}" if self.key else None)
-
-    def open(self) -> NodeRun:
-        """The run, to log to. Close it, or use it in a `with` block."""
-        return NodeRun(self) if self.uri and self.reference else NullRun()
-
-    def at(self, run_id: str | None) -> RunHandle:
-        """Another run of the same experiment; nowhere if there is none, or if this handle points nowhere."""
-        return replace(self, run_id=run_id, key="") if self.reference and run_id else RunHandle()
-
-    def known(self) -> RunHandle:
-        """With its run_id, if the run has been opened by now; asks the server once, and never raises."""
-        if self.run_id or not self.key:
-            return self
-        try:
-            return self.found(make_client(self.uri))
-        except Exception as error:  # the mirror must not stop the work
-            warn_once(self.uri, error)
-            return self
-
-    def close_open_runs(self) -> None:
-        """Flushes and closes every run that this process has open."""
-        flush_open_runs()
-
-    def found(self, client: MlflowClient) -> RunHandle:
-        """With its run_id. Raises ConnectionError while the run has not been opened."""
-        if self.run_id:
-            return self
-        experiment = client.get_experiment_by_name(self.experiment)
-        runs = [] if experiment is None else runs_with_key(client, experiment.experiment_id, self.key)
-        if not runs:
-            raise ConnectionError("the run could not be opened yet")
-        return replace(self, run_id=runs[0].info.run_id, experiment_id=experiment.experiment_id, key="")
-
-    def link(self, run_id: str) -> str:
-        """Address of a run of this experiment in the UI."""
-        return run_link(self.uri, run_id=run_id, experiment_id=self.experiment_id or "")
-
-    def compare_link(self, run_ids: Iterable[str]) -> str:
-        """Address of the UI's compare page over runs of this experiment."""
-        return compare_link(self.uri, run_ids=run_ids, experiment_id=self.experiment_id or "")
+    given = configured or os.environ.get("MLFLOW_TRACKING_URI")
+    if given:
+        given = _take_login(given)
+        file = _sqlite_file(given)  # its artifact place must be given: MLflow's default is the working directory
+        return given, str(file.absolute().parent / "mlartifacts") if file else None
+    folder = store.local() or Path.home() / "spn_runs" / name
+    return f"sqlite:///{folder / 'mlflow.db'}", str(folder / "mlartifacts")
 
 
-class NodeRun:
-    """Logs to one run from a background thread, in order; a call never waits for the server and never raises."""
-
-    def __init__(self, handle: RunHandle) -> None:
-        # Here, not in two threads at once: mlflow's modules import each other in circles.
-        import mlflow.entities
-        import mlflow.tracking  # noqa: F401
-
-        self.handle = handle
-        self._calls: collections.deque[Callable[[MlflowClient], object]] = collections.deque(maxlen=_MAX_WAITING)
-        self._wake = threading.Condition()
-        self._closing = False
-        self._busy = False
-        self._lost = 0
-        self._watch: _MachineWatch | None = None
-        for name, value in handle.login.items():
-            os.environ.setdefault(name, value)
-        self._thread = threading.Thread(target=self._send_all, name="mlflow", daemon=True)
-        self._thread.start()
-        _open_runs.add(self)
-
-    def __enter__(self) -> NodeRun:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int = 0, *, time_ms: int | None = None) -> None:
-        """time_ms: when they were measured, since 1970; None: now."""
-        now = int(time.time() * 1000) if time_ms is None else time_ms
-        entities = metric_entities(metrics, step=step, time_ms=now)
-        self._put(lambda client: client.log_batch(self.handle.run_id, metrics=entities))
-
-    def log_history(self, history: Iterable[Mapping[str, float]]) -> None:
-        """Sends entries {"step": ..., "time_ms": ..., metric: value} again; MLflow keeps one of equal points, so only
-        those are added that were lost with a process or a server."""
-        from mlflow.entities import Metric
-
-        metrics = [
-            Metric(key, float(value), int(entry["time_ms"]), int(entry["step"]))
-            for entry in history
-            for key, value in entry.items()
-            if key not in ("step", "time_ms")
-        ]
-        for start in range(0, len(metrics), _METRIC_BATCH):
-            batch = metrics[start : start + _METRIC_BATCH]
-            self._put(lambda client, batch=batch: client.log_batch(self.handle.run_id, metrics=batch))
-
-    def log_image(self, image: Any, *, key: str, step: int = 0) -> None:
-        """A picture with a step slider in the UI: (H, W, C) uint8 array or PIL image."""
-        image = np.array(image)  # a copy: the caller may go on with its buffer
-        self._put(lambda client: client.log_image(self.handle.run_id, image, key=key, step=step))
-
-    def log_text(self, text: str, file: str) -> None:
-        self._put(lambda client: client.log_text(self.handle.run_id, mask(text), file))
-
-    def log_dataset(
-        self, *, name: str, digest: str, uri: str, context: str, shape: Sequence[int], profile: Mapping[str, Any]
-    ) -> None:
-        """uint8 images that the run read. digest: at most 36 characters; context: what for, e.g. "training"."""
-        from mlflow.entities import Dataset, DatasetInput, InputTag
-
-        scheme = uri.partition("://")[0] if "://" in uri else "local"
-        source = json.dumps({"uri": plain_uri(uri)})
-        pixels = {"name": "px", "type": "tensor", "tensor-spec": {"dtype": "uint8", "shape": list(shape)}}
-        schema = {"mlflow_tensorspec": {"features": json.dumps([pixels]), "targets": None}}
-        data = Dataset(name, digest, scheme, source, json.dumps(schema), json.dumps(dict(profile)))
-        tagged = DatasetInput(data, [InputTag("mlflow.data.context", context)])
-        self._put(lambda client: client.log_inputs(self.handle.run_id, datasets=[tagged]))
-
-    def register_model(self, model: registry.StageModel) -> None:
-        """The network that this run trained as a version in the model registry, with its aliases."""
-        self._put(lambda client: registry.record(client, self.handle.run_id, model))
-
-    def watch_machine(self, step: Callable[[], int], *, name: str = "") -> None:
-        """Until the run is closed: CPU, memory, disk, network and GPUs of this machine as system/<metric>.
-
-        step: of the training, so that these curves lie beside the others. name: of the machine, as system/<name>/....
-        """
-        self._watch = _MachineWatch(self, step, prefix=f"system/{name}/" if name else "system/")
-
-    def set_tags(self, tags: Mapping[str, str]) -> None:
-        entities = tag_entities(tags)
-        self._put(lambda client: client.log_batch(self.handle.run_id, tags=entities))
-
-    def flush(self, *, timeout_sec: float = CLOSE_SEC) -> bool:
-        """Waits until all is sent; False if the server stayed away."""
-        deadline = time.monotonic() + timeout_sec
-        with self._wake:
-            self._wake.notify_all()  # ends a pause between two tries
-            while (self._calls or self._busy) and time.monotonic() < deadline:
-                self._wake.wait(timeout=min(0.2, timeout_sec))
-            return not (self._calls or self._busy)
-
-    def close(self) -> None:
-        """Flushes and stops; what could not be sent is counted in one warning."""
-        if self._watch is not None:
-            self._watch.stop()
-        # A server that this process has waited for in vain once is not given the whole time again.
-        sent = self.flush(timeout_sec=1.0 if self.handle.uri in _away else CLOSE_SEC)
-        _away.discard(self.handle.uri) if sent else _away.add(self.handle.uri)
-        with self._wake:
-            self._closing = True
-            left = len(self._calls)
-            self._wake.notify_all()
-        _open_runs.discard(self)
-        if not sent or self._lost:
-            log.warning("MLflow at %s: %d entries were not recorded", mask(self.handle.uri), left + self._lost)
-
-    def _put(self, call: Callable[[MlflowClient], object]) -> None:
-        with self._wake:
-            self._lost += len(self._calls) == _MAX_WAITING
-            self._calls.append(call)
-            self._wake.notify_all()
-
-    def _send_all(self) -> None:
-        client, failures = None, 0
-        while True:
-            with self._wake:
-                while not self._calls and not self._closing:
-                    self._wake.wait()
-                if self._closing:
-                    return
-                call = self._calls.popleft()
-                self._busy = True
-            try:
-                client = client or make_client(self.handle.uri)
-                self.handle = self.handle.found(client)
-                call(client)
-                failures = 0
-            except Exception as error:  # whatever goes wrong with the mirror must not stop the work
-                client = None
-                again = is_unreachable(error)
-                warn_once(self.handle.uri, error)
-                with self._wake:
-                    if again and len(self._calls) < _MAX_WAITING:
-                        self._calls.appendleft(call)
-                    else:
-                        self._lost += 1
-                    self._busy = False
-                    if again and not self._closing:
-                        self._wake.wait(timeout=RETRY_SEC[min(failures, len(RETRY_SEC) - 1)])
-                failures += 1
-                continue
-            with self._wake:
-                self._busy = False
-                self._wake.notify_all()
+def ui_command(uri: str) -> str:
+    """The command that opens the MLflow UI on this machine; for a server, its address."""
+    if _is_server(uri):
+        return _page(uri, "experiments")
+    return f"{sys.executable} -m mlflow ui --backend-store-uri {uri} --host 127.0.0.1 --port 5000"
 
 
-class NullRun(NodeRun):
-    """Takes everything, keeps nothing."""
-
-    def __init__(self) -> None:
-        self.handle = RunHandle()
-
-    def flush(self, *, timeout_sec: float = 0.0) -> bool:
-        return True
-
-    def close(self) -> None:
-        pass
-
-    def watch_machine(self, step: Callable[[], int], *, name: str = "") -> None:
-        pass
-
-    def _put(self, call: Callable[[MlflowClient], object]) -> None:
-        pass
+def _page(uri: str, page: str) -> str:
+    """Address of a page of the UI in its view for model training; its default view is the one for language models."""
+    base = plain_uri(uri).rstrip("/") if _is_server(uri) else UI
+    return f"{base}/#/{page}{'&' if '?' in page else '?'}workflowType=machine_learning"
 
 
-class _MachineWatch:
-    """Samples the machine in a thread. MLflow's own monitor collects, but gives up when the server is away once, so its
-    numbers go the way of all others."""
-
-    def __init__(self, run: NodeRun, step: Callable[[], int], *, prefix: str) -> None:
-        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-
-        self._run, self._step, self._prefix = run, step, prefix
-        self._stopped = threading.Event()
-        logging.getLogger("mlflow.system_metrics").setLevel(logging.WARNING)  # it tells every CPU machine of no GPU
-        self._monitor = SystemMetricsMonitor(run.handle.run_id or "", tracking_uri=run.handle.uri)
-        self._thread = threading.Thread(target=self._sample_all, name="mlflow-system", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Ends with a last sample."""
-        self._stopped.set()
-        self._thread.join()
-
-    def _sample_all(self) -> None:
-        try:
-            self._sample()  # CPU use is measured from one call to the next, and the first has nothing before it
-            while not self._stopped.wait(self._monitor.sampling_interval):
-                self._run.log_metrics(self._sample(), step=self._step())
-            self._run.log_metrics(self._sample(), step=self._step())
-        except Exception as error:  # a sensor that fails must not end the work
-            log.warning("no system metrics any more (%s: %s); the run goes on", type(error).__name__, error)
-
-    def _sample(self) -> dict[str, float]:
-        self._monitor.collect_metrics()
-        found = {self._prefix + key: value for key, value in self._monitor.aggregate_metrics().items()}
-        for sensor in self._monitor.monitors:
-            sensor.clear_metrics()
-        return found
+def _is_server(uri: str) -> bool:
+    return uri.startswith(("http://", "https://"))
 
 
-def runs_with_key(client: MlflowClient, experiment_id: str, key: str) -> list[Any]:
-    """The run that was asked for under this key, if it has been opened."""
-    return list(client.search_runs([experiment_id], f"tags.{KEY_TAG} = '{key}'", max_results=1))
+def _sqlite_file(uri: str) -> Path | None:
+    return Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
 
 
-def flush_open_runs() -> None:
-    """Closes every run that this process still has open."""
-    for run in list(_open_runs):
-        run.close()
-
-
-_open_runs: weakref.WeakSet[NodeRun] = weakref.WeakSet()
-_warned: set[str] = set()
-_away: set[str] = set()  # servers that did not answer while a run was closed
-atexit.register(flush_open_runs)
+def _take_login(uri: str) -> str:
+    """The server's URI without user:password, which go to this process's environment. Other URIs stay as they are."""
+    host = urlsplit(uri).netloc if _is_server(uri) else ""
+    login, at, bare = host.rpartition("@")
+    if not at:
+        return uri
+    user, _, password = login.partition(":")
+    os.environ.update({_USER: unquote(user), _PASSWORD: unquote(password)})
+    return uri.replace(host, bare, 1)
 
 
 def make_client(uri: str) -> MlflowClient:
-    """Raises ConnectionError for a SQLite file that is not there: opening it would make an empty one."""
-    # MLflow reads these on use; an unreachable server must fail fast instead of holding up training.
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    # What fails is repeated by those who call, who look first whether it had been done.
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
+    """Raises ConnectionError for a SQLite file that does not exist: opening it would create an empty one."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    file = _sqlite_file(uri)
+    if file and not file.exists():
         raise ConnectionError(f"{uri} is not on this machine; set MLFLOW_TRACKING_URI to a server for several machines")
     from mlflow.tracking import MlflowClient
 
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
-    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it tells of each try; we warn once
+    logging.getLogger("mlflow.system_metrics").setLevel(logging.CRITICAL)  # one warning is enough: `_Server.failed`
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     return MlflowClient(tracking_uri=uri)
 
 
-def make_store(uri: str) -> MlflowClient:
-    """Creates a SQLite schema here, once: several processes at once on a fresh file all fail."""
-    if uri.startswith("sqlite:///"):
-        file = Path(uri.removeprefix("sqlite:///"))
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-    client = make_client(uri)
-    client.search_experiments(max_results=1)
-    return client
+class _Server:
+    """A tracking server or database as this process uses it: a failure is one warning and a pause, never an error."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+        self._client: MlflowClient | None = None
+        self._warned, self._paused_until = False, 0.0
+
+    def send(self, call: _Call, *, even_if_paused: bool = False) -> bool:
+        """Makes a call; False if the same call may work later, True if it worked or MLflow refuses it for good."""
+        if time.monotonic() < self._paused_until and not even_if_paused:
+            return False
+        try:
+            if self._client is None:
+                self._client = make_client(self.uri)
+            call(self._client)
+        except Exception as error:  # whatever goes wrong with the mirror must not stop the work
+            again = is_unreachable(error)
+            self.failed(str(error) or type(error).__name__, pause=again)
+            return not again
+        return True
+
+    def failed(self, why: str, *, pause: bool) -> None:
+        if pause:
+            self._paused_until = time.monotonic() + PAUSE_SEC
+        if not self._warned:
+            self._warned = True
+            why = mask(next(iter(why.splitlines()), ""))
+            log.warning("MLflow at %s does not record (%s); the work continues", mask(self.uri), why)
 
 
-def open_experiment(client: MlflowClient, name: str, artifacts: str | None) -> str:
-    """The id of the experiment of this name, made or restored if need be."""
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        place = Path(artifacts).absolute().as_uri() if artifacts else None
-        return client.create_experiment(name, artifact_location=place)
-    if found.lifecycle_stage == "deleted":
-        client.restore_experiment(found.experiment_id)
-    return found.experiment_id
-
-
-def warn_once(uri: str, error: Exception) -> None:
-    if uri not in _warned:
-        _warned.add(uri)
-        why = mask(next(iter(str(error).splitlines()), type(error).__name__))
-        log.warning("MLflow at %s does not take records (%s); the run goes on", mask(uri), why)
+_server = functools.cache(_Server)
 
 
 def is_unreachable(error: BaseException | None) -> bool:
@@ -387,20 +170,339 @@ def is_unreachable(error: BaseException | None) -> bool:
     return False
 
 
-def metric_entities(metrics: Mapping[str, float], *, step: int, time_ms: int) -> list[Any]:
+# Tasks and workers: a handle that travels, and the run that it opens.
+
+
+@dataclass(frozen=True)
+class RunHandle:
+    """Points to an MLflow run; without run_id it opens a silent run. Picklable.
+
+    It carries the server's login to other machines: Ray shows a job's environment variables to everybody who can see
+    its dashboard, and this to nobody.
+    """
+
+    uri: str = ""
+    run_id: str | None = None
+    experiment_id: str | None = None
+    node: str = ""
+    login: Mapping[str, str] = field(default_factory=dict, compare=False)  # environment variables
+
+    def __repr__(self) -> str:
+        return f"RunHandle({mask(self.uri)!r}, {self.run_id!r})"
+
+    def open(self) -> NodeRun:
+        """The run, to log to. Close it, or use it in a `with` block."""
+        for name, value in self.login.items():
+            os.environ.setdefault(name, value)
+        return NodeRun(self)
+
+    def at(self, run_id: str | None) -> RunHandle:
+        """Another run of the same experiment; a silent one without run_id or without tracking."""
+        return replace(self, run_id=run_id) if self.uri and run_id else RunHandle()
+
+    def link(self, run_id: str) -> str:
+        """Address of a run of this experiment in the UI."""
+        return _page(self.uri, f"experiments/{self.experiment_id}/runs/{run_id}")
+
+    def compare_link(self, run_ids: Iterable[str]) -> str:
+        """Address of the UI's compare page over runs of this experiment."""
+        runs, experiments = json.dumps([*run_ids], separators=(",", ":")), json.dumps([self.experiment_id])
+        return _page(self.uri, f"compare-runs?runs={quote(runs)}&experiments={quote(experiments)}")
+
+
+class NodeRun:
+    """Logs to one run. No call raises, and none but `close` waits for metrics that are on their way."""
+
+    def __init__(self, handle: RunHandle) -> None:
+        self.handle = handle
+        self._sent: deque[Any] = deque(maxlen=100)  # MLflow's handles of the newest batches of metrics
+        self._monitor: Any = None
+
+    def __enter__(self) -> NodeRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int = 0, *, time_ms: int | None = None) -> None:
+        """time_ms: when they were measured, since 1970; None: now."""
+        points = [(key, float(value), time_ms or _now_ms(), step) for key, value in metrics.items()]
+
+        def send(client: MlflowClient) -> None:
+            _QUEUE_LOG.addFilter(self._is_foreign)
+            self._sent.append(client.log_batch(self.handle.run_id, metrics=_metrics(points), synchronous=False))
+
+        self._send(send)
+
+    def log_history(self, history: Iterable[Mapping[str, float]]) -> None:
+        """Of entries {"step": ..., "time_ms": ..., metric: value}, sends the points that the run does not have."""
+        self._send(lambda client: _add_missing(client, self.handle.run_id, history))
+
+    def log_image(self, image: Any, *, key: str, step: int = 0) -> None:
+        """A picture with a step slider in the UI: (H, W, C) uint8 array or PIL image."""
+        self._send(lambda client: client.log_image(self.handle.run_id, image, key=key, step=step, synchronous=True))
+
+    def log_text(self, text: str, file: str) -> None:
+        self._send(lambda client: client.log_text(self.handle.run_id, mask(text), file))
+
+    def log_dataset(self, dataset: Dataset, *, resolution: int, bits: int, split: str, context: str) -> None:
+        """A split that the run read. context: MLflow's word for its purpose, e.g. "training"."""
+
+        def send(client: MlflowClient) -> None:
+            from mlflow.entities import Dataset as Entity
+            from mlflow.entities import DatasetInput, InputTag
+
+            tensor = {"dtype": "uint8", "shape": [-1, resolution, resolution, 3]}
+            features = json.dumps([{"name": "px", "type": "tensor", "tensor-spec": tensor}])
+            entity = Entity(
+                name=f"{dataset.manifest.dataset}-{resolution}px-{bits}bit-{split}",
+                digest=dataset.split_digest(resolution=resolution, bits=bits, split=split),
+                source_type=dataset.uri.partition("://")[0] if "://" in dataset.uri else "local",
+                source=json.dumps({"uri": plain_uri(dataset.uri)}),
+                schema=json.dumps({"mlflow_tensorspec": {"features": features, "targets": None}}),
+                profile=json.dumps({"num_rows": dataset.num_images(split), "bits": bits}),
+            )
+            tagged = DatasetInput(entity, [InputTag("mlflow.data.context", context)])
+            client.log_inputs(self.handle.run_id, datasets=[tagged])
+
+        self._send(send)
+
+    def register_model(self, model: registry.StageModel) -> None:
+        """The network that this run trained becomes a version in the model registry, with its aliases."""
+        self._send(lambda client: registry.record(client, self.handle.run_id or "", model))
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        self._send(lambda client: client.log_batch(self.handle.run_id, tags=_tags(tags)))
+
+    def watch_machine(self, *, name: str = "") -> None:
+        """Until the run is closed: CPU, memory, disk, network and GPUs of this machine as system/<metric>.
+
+        name: of the machine, as system/<name>/.... MLflow's monitor stops for good when the server does not answer.
+        """
+
+        def start(client: MlflowClient) -> None:
+            from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+            self._monitor = SystemMetricsMonitor(
+                self.handle.run_id, resume_logging=True, node_id=name or None, tracking_uri=self.handle.uri
+            )
+            self._monitor.start()
+
+        self._send(start)
+
+    def close(self) -> None:
+        """Waits until MLflow's queue has sent the metrics, CLOSE_SEC at most."""
+        if self._sent or self._monitor is not None:
+            waiting = threading.Thread(target=self._finish, daemon=True)
+            waiting.start()
+            waiting.join(CLOSE_SEC)
+            if waiting.is_alive():
+                _server(self.handle.uri).failed(f"no answer for {CLOSE_SEC:g} s", pause=True)
+
+    def _finish(self) -> None:
+        while self._sent:
+            with contextlib.suppress(Exception):  # `_is_foreign` has warned
+                self._sent.popleft().wait()
+        if self._monitor is not None:
+            self._monitor.finish()
+            self._monitor = None
+
+    def _is_foreign(self, record: logging.LogRecord) -> bool:
+        """MLflow's queue drops a batch that it cannot send, and its only sign that does not block is an error in its
+        log. A filter of this log: for batches of this run, a warning per server and a pause take that error's place."""
+        text = record.getMessage()
+        if str(self.handle.run_id) not in text:
+            return True
+        _server(self.handle.uri).failed(text.partition("Exception: ")[2] or text, pause=True)
+        return False
+
+    def _send(self, call: _Call) -> None:
+        if self.handle.run_id:
+            _server(self.handle.uri).send(call)
+
+
+# The driver.
+
+
+class Ledger:
+    """One parent run per launch of the pipeline, one child run per node. Without a URI it records nothing.
+
+    No call raises. What the server misses is kept in its order, with its times, and sent with the next call that the
+    server answers, `close` at the latest. A run that the server opened without being able to say so is opened twice;
+    the next launch marks the first one as KILLED.
+    """
+
+    def __init__(
+        self, uri: str = "", *, experiment: str = "", run_folder: str = "", artifacts: str | None = None
+    ) -> None:
+        """artifacts: absolute place of the experiment's artifacts; None leaves it to the server."""
+        self.uri, self.run_folder = uri, mask_uris(run_folder).replace("'", "")
+        self.experiment, self.artifacts = experiment, artifacts
+        self.experiment_id: str | None = None
+        self._ids: dict[str, str | None] = {_PARENT: None}  # runs of this launch by node; None: not opened yet
+        self._calls: deque[_Call] = deque()
+        file = _sqlite_file(uri)
+        if file:
+            with contextlib.suppress(OSError):  # the first call will say so
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.touch()
+
+    @property
+    def parent_id(self) -> str | None:
+        return self._ids[_PARENT]
+
+    def start_pipeline(self, *, tags: Mapping[str, str], params: Mapping[str, Any], files: Mapping[str, str]) -> None:
+        """Closes the runs that a killed driver left open, then opens the parent run. files: {name: text} artifacts."""
+        self.reconcile()
+        self._open(_PARENT, tags, params)
+        for name, text in files.items():
+            self._log_file(name, mask(text))
+
+    def start_node(
+        self, node: str, *, tags: Mapping[str, str], params: Any, continue_id: str | None = None
+    ) -> RunHandle:
+        """The node's child run; a node that this launch starts once more continues its run.
+
+        continue_id: the run of an earlier launch, whose unfinished attempt continues.
+        """
+        self._ids.setdefault(node, continue_id)
+        self._open(node, tags, params)
+        login = {name: os.environ[name] for name in LOGIN if name in os.environ} if _is_server(self.uri) else {}
+        return RunHandle(self.uri, self._ids[node], self.experiment_id, node, login)
+
+    def reuse_node(self, node: str, *, tags: Mapping[str, str], reused_run: str | None) -> RunHandle:
+        """Child run of a skipped node: no numbers, only a pointer to the run that made its output."""
+        note = f"Up to date; made by run {reused_run}" if reused_run else "Up to date"
+        more = {"reused_run": reused_run or "unknown", "mlflow.note.content": note}
+        handle = self.start_node(node, tags={**tags, **more}, params={})
+        self.finish(handle, "FINISHED")
+        return handle
+
+    def finish(
+        self,
+        handle: Any,
+        status: str,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        history: Sequence[Mapping[str, float]] = (),
+    ) -> str | None:
+        """Ends the node's run, with what it lacks of the results and of the recorded history (`NodeRun.log_history`).
+
+        status: FINISHED, FAILED or KILLED. Returns the run's id if MLflow has it.
+        """
+        node, now, results = handle.node, _now_ms(), dict(metrics or {})
+        if node not in self._ids:
+            return None
+        if history:
+            self._send(lambda client: _add_missing(client, self._ids[node], history))
+        if results:
+            self._send(lambda client: _add_results(client, self._ids[node], results, now))
+        self._send(lambda client: client.set_terminated(self._ids[node], status, now))
+        return self._ids[node]
+
+    def close(self, status: str) -> None:
+        """Ends the parent run; asks the server once more, whatever happened before."""
+        now = _now_ms()
+        self._send(lambda client: client.set_terminated(self.parent_id, status, now), even_if_paused=True)
+
+    def reconcile(self) -> list[str]:
+        """Marks runs of this run folder that are still RUNNING as KILLED: their driver is gone. Returns their ids.
+
+        Call it only while holding the run folder's lock, before this launch has opened runs of its own.
+        """
+        query = f"attributes.status = 'RUNNING' and tags.run_folder = '{self.run_folder}'"
+        closed: list[str] = []
+
+        def close_them(client: MlflowClient) -> None:
+            for run in client.search_runs([self.experiment_id], query, max_results=1000):
+                client.set_terminated(run.info.run_id, "KILLED")
+                closed.append(run.info.run_id)
+
+        self._send(close_them)
+        return closed
+
+    def _open(self, name: str, tags: Mapping[str, str], params: Any) -> None:
+        """Creates the run or, if it exists, makes it RUNNING again under this launch's parent run."""
+        start_ms = _now_ms()
+
+        def open_run(client: MlflowClient) -> None:
+            parent = {PARENT_TAG: self.parent_id} if self.parent_id and name != _PARENT else {}
+            labels = _tags({"node": name, "run_folder": self.run_folder, **parent, **tags})
+            run_id = self._ids[name]
+            if run_id is not None:
+                try:
+                    client.update_run(run_id, status="RUNNING")  # refused for a run that was deleted
+                    return client.log_batch(run_id, tags=labels)
+                except Exception as error:
+                    if is_unreachable(error):
+                        raise
+            values = {tag.key: tag.value for tag in labels}
+            made = client.create_run(self.experiment_id, start_time=start_ms, run_name=name, tags=values)
+            self._ids[name] = made.info.run_id
+
+        self._send(open_run)
+        self._send(lambda client: client.log_batch(self._ids[name], params=_params(params)))
+
+    def _log_file(self, name: str, text: str) -> None:
+        self._send(lambda client: client.log_text(self.parent_id, text, name))
+
+    def _send(self, call: _Call, *, even_if_paused: bool = False) -> None:
+        if self.uri:
+            self._calls.append(call)
+            while self._calls and _server(self.uri).send(self._make_first, even_if_paused=even_if_paused):
+                self._calls.popleft()
+
+    def _make_first(self, client: MlflowClient) -> None:
+        if self.experiment_id is None:
+            self.experiment_id = self._open_experiment(client)
+        self._calls[0](client)
+
+    def _open_experiment(self, client: MlflowClient) -> str:
+        found = client.get_experiment_by_name(self.experiment)
+        if found is None:
+            place = Path(self.artifacts).absolute().as_uri() if self.artifacts else None
+            return client.create_experiment(self.experiment, artifact_location=place)
+        if found.lifecycle_stage == "deleted":
+            client.restore_experiment(found.experiment_id)
+        return found.experiment_id
+
+
+def _add_missing(client: MlflowClient, run_id: str | None, history: Iterable[Mapping[str, float]]) -> None:
+    points = [
+        (key, float(value), int(entry["time_ms"]), int(entry["step"]))
+        for entry in history
+        for key, value in entry.items()
+        if key not in ("step", "time_ms")
+    ]
+    keys = {key for key, *_ in points}
+    known = {(key, m.timestamp, m.step) for key in keys for m in client.get_metric_history(run_id, key)}
+    missing = [point for point in points if (point[0], *point[2:]) not in known]
+    for start in range(0, len(missing), _METRIC_BATCH):
+        client.log_batch(run_id, metrics=_metrics(missing[start : start + _METRIC_BATCH]))
+
+
+def _add_results(client: MlflowClient, run_id: str | None, results: Mapping[str, float], now_ms: int) -> None:
+    known = client.get_run(run_id).data.metrics
+    client.log_batch(run_id, metrics=_metrics((key, v, now_ms, 0) for key, v in results.items() if key not in known))
+
+
+def _metrics(points: Iterable[tuple[str, float, int, int]]) -> list[Any]:
     from mlflow.entities import Metric
 
-    return [Metric(key, float(value), time_ms, step) for key, value in metrics.items()]
+    return [Metric(*point) for point in points]
 
 
-def tag_entities(tags: Mapping[str, str]) -> list[Any]:
+def _tags(tags: Mapping[str, str]) -> list[Any]:
     from mlflow.entities import RunTag
 
     return [RunTag(key, mask(str(value))[:_TAG_CHARS]) for key, value in tags.items()]
 
 
-def param_batches(params: Mapping[str, Any]) -> list[list[Any]]:
+def _params(params: Any) -> list[Any]:
     from mlflow.entities import Param
 
-    flat = [Param(key, mask(str(value))[:_VALUE_CHARS]) for key, value in fingerprint.flatten(params).items()]
-    return [flat[i : i + _BATCH] for i in range(0, len(flat), _BATCH)]
+    return [Param(key, mask(str(value))[:_PARAM_CHARS]) for key, value in fingerprint.flatten(params).items()]
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)

@@ -5,7 +5,7 @@ Node functions import from here and from nowhere else in the engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -96,18 +96,8 @@ class RunHandle(Protocol):
     @property
     def run_id(self) -> str | None: ...
 
-    @property
-    def reference(self) -> str | None:
-        """What a later start finds the run by."""
-
     def open(self) -> Any:
         """The run to log to: a context manager with set_tags, and whatever node functions use."""
-
-    def known(self) -> RunHandle:
-        """With its run_id if the tracking server has opened the run by now."""
-
-    def close_open_runs(self) -> None:
-        """Flushes and closes every run that this process has open."""
 
 
 class Tracker(Protocol):
@@ -119,4 +109,12 @@ class Tracker(Protocol):
 
     def reuse_node(self, node: str, *, tags: Mapping[str, str], reused_run: str | None) -> RunHandle: ...
 
-    def finish(self, handle: Any, status: str, *, metrics: Mapping[str, float] | None = None) -> None: ...
+    def finish(
+        self,
+        handle: Any,
+        status: str,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        history: Sequence[Mapping[str, float]] = (),
+    ) -> str | None:
+        """history: the node's output of this name, all points that it measured. Returns the run's id if it is known."""

@@ -240,7 +240,7 @@ class _Engine:
             "started": before.get("started") or now,
             "starts": [*starts, now],
             "ingredients": decision.ingredients,
-            "mlflow_run_id": handle.reference,
+            "mlflow_run_id": handle.run_id,
             "lock": self.lock.token if self.lock is not None else None,  # tells whose work it is without any clock
         }
         store.write_bytes(posixpath.join(folder, attempts.STARTED), json.dumps(started, indent=1).encode())
@@ -275,8 +275,7 @@ class _Engine:
         seconds = time.monotonic() - running.since
         self.display.end(node.name)
         if outcome.success is not None:
-            self.tracker.finish(running.handle, "FINISHED", metrics=outcome.success.metrics)
-            self._finish(node.name, outcome.success, EXECUTED, seconds=seconds)
+            self._finish(node.name, self._recorded(running.handle, outcome.success), EXECUTED, seconds=seconds)
             self.display.line(f"[{node.name}] done in {clock(seconds)}")
         elif outcome.is_fault and running.faults < node.max_failures:
             self._retry_later(running, outcome.error)
@@ -293,6 +292,17 @@ class _Engine:
             )
             self.display.line(f"[{node.name}] FAILED after {clock(seconds)}: {outcome.error}")
             self.display.line(f"[{node.name}] see {store.uri_of(posixpath.join(folder, attempts.ERROR))}")
+
+    def _recorded(self, handle: RunHandle, success: Success) -> Success:
+        """Ends the tracked run. Returns the success with its id, which the task did not know if the tracking server
+        could not open the run at the node's start."""
+        history = []
+        if "history" in success.named:
+            with contextlib.suppress(OSError, ValueError):  # storage may be down; the work is done all the same
+                file = posixpath.join(success.folder, success.named["history"])
+                history = json.loads(self.plan.store.read_bytes(file))
+        run_id = self.tracker.finish(handle, "FINISHED", metrics=success.metrics, history=history)
+        return replace(success, mlflow_run_id=success.mlflow_run_id or run_id)
 
     def _retry_later(self, running: _Try, error: str) -> None:
         """The retry continues the same attempt if the node is resumable, and the same tracked run in any case."""

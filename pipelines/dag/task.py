@@ -91,8 +91,6 @@ def execute(task: Task) -> Outcome:
             text = traceback.format_exc()
             print(text, file=sys.stderr)
             return failed(store, task.folder, error, text)
-        finally:
-            context.run.close_open_runs()
     success = Success(
         node=context.node,
         fingerprint=context.fingerprint,
@@ -104,7 +102,7 @@ def execute(task: Task) -> Outcome:
         upstream=dict(task.upstream),
         ingredients=dict(task.ingredients),
         metrics={key: float(value) for key, value in result.metrics.items()},
-        mlflow_run_id=context.run.known().run_id,
+        mlflow_run_id=context.run.run_id,
         git_commit=task.git_commit,
     )
     store.write_bytes(posixpath.join(task.folder, attempts.SUCCESS), success.to_bytes())

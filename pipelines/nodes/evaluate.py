@@ -16,7 +16,6 @@ from PIL import Image
 from data_prep.files import UserError, join, open_store
 from data_prep.parquet import Dataset, open_dataset, pixels, read_shard
 from pipelines.dag.node import NodeContext, NodeResult
-from pipelines.nodes.inputs import log_split, split_digest
 from pipelines.nodes.trained import checkpoint_uri, load_stages
 from pipelines.registry import StageModel
 from spn.bitdepth import stage_values
@@ -106,8 +105,8 @@ def run(context: NodeContext[EvaluateNodeConfig]) -> NodeResult:
     with context.run.open() as run:
         run.log_metrics({"test/bits_per_dim": results["total"]["bits_per_dim"], **metrics})
         run.log_text(json.dumps(results, indent=1), RESULTS)
-        log_split(run, dataset, resolution=size, bits=8, split="test", context="test")
-    test_set = split_digest(dataset, resolution=size, bits=8, split="test")
+        run.log_dataset(dataset, resolution=size, bits=8, split="test", context="test")
+    test_set = dataset.split_digest(resolution=size, bits=8, split="test")
     _tell_train_runs(context, results, {stage: model.config for stage, model in models.items()}, test_set)
     return NodeResult(outputs={"results": RESULTS, "per_image": PER_IMAGE}, metrics=metrics)
 

@@ -33,7 +33,6 @@ from data_prep.order import draws
 from data_prep.parquet import open_dataset
 from pipelines import ray_compat
 from pipelines.dag.node import NodeContext, NodeResult
-from pipelines.nodes.inputs import log_split
 from pipelines.nodes.memory import free_memory, halved, largest_that_fits, smallest_of_workers
 from spn.bitdepth import stage_values
 from spn.checkpoint import CONFIG, EMA, check_start, load_trainer, load_weights, save_checkpoint, start_weights
@@ -77,8 +76,8 @@ def run(context: NodeContext[TrainNodeConfig]) -> NodeResult:
         check_start_weights(config.train.init_from, config.model)
     with context.run.open() as run:
         for split, purpose in (("train", "training"), ("valid", "validation")):
-            log_split(
-                run, dataset, resolution=config.model.image_size, bits=config.stored_bits, split=split, context=purpose
+            run.log_dataset(
+                dataset, resolution=config.model.image_size, bits=config.stored_bits, split=split, context=purpose
             )
     store = open_store(context.out)
     name = f"{config.stage}-{context.fingerprint}-{context.attempt}"
@@ -89,7 +88,6 @@ def run(context: NodeContext[TrainNodeConfig]) -> NodeResult:
     history = json.loads(store.read_bytes(posixpath.join(last, HISTORY)))
     store.write_text(HISTORY, json.dumps(history, indent=1))
     with context.run.open() as run:
-        run.log_history(history)  # adds what the workers could not send
         run.log_text(store.read_bytes(f"{checkpoint}/{CONFIG}").decode(), CONFIG)
     metrics = {
         "valid/bits_per_dim": score["valid/bits_per_dim"],
@@ -210,7 +208,7 @@ def train_worker(job: Job) -> None:
     # Rank 0 logs the training; the first worker of every other machine opens the run for that machine's numbers alone.
     run = job.run.open() if workers.get_local_rank() == 0 else None
     if run is not None:
-        run.watch_machine(lambda: state.step, name="" if rank == 0 else f"node_{workers.get_node_rank()}")
+        run.watch_machine(name="" if rank == 0 else f"node_{workers.get_node_rank()}")
     if run is not None and rank == 0 and job.restarts:
         run.log_history(history)  # what an earlier process had measured and perhaps not sent
         run.log_metrics({"restarts": float(job.restarts)}, step=state.step)

@@ -34,6 +34,12 @@ def finished(tmp_path: Path) -> Store:
 
 
 @pytest.fixture(scope="session")
+def mlflow_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of one MLflow database for many tests: making its schema takes seconds."""
+    return tmp_path_factory.mktemp("mlflow")
+
+
+@pytest.fixture(scope="session")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Storage with a data set of config debug and one training that nothing interrupted, to compare others with."""
     from toy import training

@@ -11,9 +11,8 @@ import pytest
 
 from data_prep.files import open_store
 from pipelines import registry, tracking
-from pipelines.ledger import Ledger
-from pipelines.mlflow_uri import default_uri
 from pipelines.registry import CANDIDATE, CHAMPION, StageModel, judge
+from pipelines.tracking import Ledger, default_uri
 
 FIRST = StageModel(
     stage="size_upscale",
@@ -56,10 +55,9 @@ def test_the_first_is_the_champion() -> None:
 
 
 @pytest.fixture(scope="module")
-def ledger(tmp_path_factory: pytest.TempPathFactory) -> Ledger:
-    place = tmp_path_factory.mktemp("registry")
-    uri, artifacts = default_uri(open_store(place), name="demo")
-    ledger = Ledger(uri, experiment="demo", run_folder="/runs/demo", artifacts=artifacts)
+def ledger(mlflow_place: Path) -> Ledger:
+    uri, artifacts = default_uri(open_store(mlflow_place), name="demo")
+    ledger = Ledger(uri, experiment="demo", run_folder="/runs/registry", artifacts=artifacts)
     ledger.start_pipeline(tags={}, params={}, files={})
     return ledger
 
@@ -151,4 +149,4 @@ def test_a_registration_that_broke_off_anywhere_is_finished_by_the_next(ledger: 
 def test_without_mlflow_nothing_is_registered() -> None:
     with tracking.RunHandle().at("abc").open() as run:
         run.register_model(FIRST)
-        assert isinstance(run, tracking.NullRun)
+        assert run.handle == tracking.RunHandle()

@@ -1,4 +1,4 @@
-"""MLflow over HTTP, behind a login: a real server, and in front of it a door that asks for name and password.
+"""MLflow over HTTP: a server that dies and comes back, and one behind a login.
 
 python -m pytest tests/pipelines/test_tracking_server.py
 """
@@ -11,7 +11,6 @@ import http.server
 import logging
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import threading
@@ -24,51 +23,31 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toy.training import MlflowServer
 
 from data_prep.files import open_store
 from pipelines import tracking
-from pipelines.ledger import Ledger
-from pipelines.mlflow_uri import LOGIN, default_uri
 from pipelines.registry import CANDIDATE, CHAMPION, StageModel
+from pipelines.tracking import LOGIN, Ledger, default_uri
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.faults
 USER, PASSWORD = "anna", "hunter2secret"
 
 
-def free_port() -> int:
-    with socket.socket() as each:
-        each.bind(("127.0.0.1", 0))
-        return each.getsockname()[1]
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
+    """Not started."""
+    made = MlflowServer(tmp_path_factory.mktemp("server"))
+    yield made
+    made.kill()
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder, port = tmp_path_factory.mktemp("server"), free_port()
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
-    command += ["--artifacts-destination", str(folder / "artifacts")]
-    env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    with open(folder / "log.txt", "w") as log:
-        process = subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
-    try:
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5).close()
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, (folder / "log.txt").read_text()
-                time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(timeout=30)
-
-
-@pytest.fixture(scope="module")
-def door(server: str) -> Iterator[str]:
+def door(server: MlflowServer) -> Iterator[str]:
     """Address of a proxy that lets in who logs in (HTTP Basic, what MLflow's own login asks for)."""
     wanted = "Basic " + base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+    if server.process is None:
+        server.start()
 
     class Door(http.server.BaseHTTPRequestHandler):
         def _pass_on(self) -> None:
@@ -76,7 +55,7 @@ def door(server: str) -> Iterator[str]:
             if self.headers.get("Authorization") != wanted:
                 return self._answer(401, b"who are you?", "text/plain")
             kept = {k: v for k, v in self.headers.items() if k.lower() in ("content-type", "accept")}
-            request = urllib.request.Request(server + self.path, body or None, kept, method=self.command)
+            request = urllib.request.Request(server.uri + self.path, body or None, kept, method=self.command)
             try:
                 with urllib.request.urlopen(request, timeout=30) as reply:
                     self._answer(reply.status, reply.read(), reply.headers["Content-Type"])
@@ -106,7 +85,7 @@ def no_login(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in LOGIN:
         monkeypatch.setenv(name, "")  # registered with monkeypatch, so that what a test sets goes away
         monkeypatch.delenv(name)
-    monkeypatch.setattr(tracking, "_warned", set())
+    tracking._server.cache_clear()
 
 
 def opened(uri: str, tmp_path: Path, experiment: str) -> Ledger:
@@ -114,6 +93,53 @@ def opened(uri: str, tmp_path: Path, experiment: str) -> Ledger:
     ledger = Ledger(uri, experiment=experiment, run_folder=str(tmp_path), artifacts=artifacts)
     ledger.start_pipeline(tags={}, params={"seed": 1}, files={"config.yaml": "name: x\n"})
     return ledger
+
+
+def test_a_server_that_is_dead_at_the_start_and_in_the_middle_has_every_point_in_the_end(
+    server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracking, "PAUSE_SEC", 0.0)  # what a launch of hours does is done in seconds here
+    monkeypatch.setattr(tracking, "CLOSE_SEC", 5.0)
+    longest = 0.0
+
+    def trained(ledger: Ledger, node: str) -> list[dict[str, float]]:
+        """Logs a curve with a picture, and returns the recorded history. Kills the server of node b in the middle."""
+        nonlocal longest
+        handle = ledger.start_node(node, tags={"stage": node}, params={"lr": 0.1})
+        recorded = []
+        with handle.open() as run:
+            for step in range(1, 21):
+                recorded.append({"step": step, "time_ms": int(time.time() * 1000), "loss": 1.0 / step})
+                start = time.monotonic()
+                run.log_metrics({"loss": 1.0 / step}, step=step, time_ms=recorded[-1]["time_ms"])
+                if step % 10 == 0:
+                    run.log_image(np.zeros((4, 4, 3), np.uint8), key="samples", step=step)
+                longest = max(longest, time.monotonic() - start)
+                if node == "b" and step == 10:
+                    run.close()
+                    server.kill()
+        if node == "b":
+            server.start()
+        ledger.finish(handle, "FINISHED", metrics={"valid": 3.0}, history=recorded)
+        return recorded
+
+    assert server.process is None
+    ledger = opened(server.uri, tmp_path, "dies")
+    histories = {"a": trained(ledger, "a")}
+    server.start()
+    histories["b"] = trained(ledger, "b")
+    histories["c"] = trained(ledger, "c")
+    ledger.close("FINISHED")
+    client = tracking.make_client(server.uri)
+    runs = client.search_runs([ledger.experiment_id])
+    found = {run.info.run_name: run for run in runs}
+    assert len(runs) == 4 and {run.info.status for run in runs} == {"FINISHED"}
+    for node, recorded in histories.items():
+        curve = [(m.step, m.timestamp, m.value) for m in client.get_metric_history(found[node].info.run_id, "loss")]
+        assert sorted(curve) == [(entry["step"], entry["time_ms"], entry["loss"]) for entry in recorded], node
+        assert found[node].data.params == {"lr": "0.1"} and found[node].data.metrics["valid"] == 3.0
+    assert longest < 10, "two retries of a refused connection take a few seconds"
+    assert len([record for record in caplog.records if record.name == "pipelines.tracking"]) == 1
 
 
 @pytest.mark.parametrize("login", ["in the address", "in the environment"])
@@ -171,7 +197,10 @@ def test_a_wrong_password_is_one_warning_without_it(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         ledger = opened(door.replace("://", f"://{USER}:wrong{PASSWORD}@"), tmp_path, "wrong")
-        assert ledger.start_node("a", tags={}, params={}) == tracking.RunHandle()
+        handle = ledger.start_node("a", tags={}, params={})
+        ledger.finish(handle, "FINISHED", metrics={"a": 1.0})
+        ledger.close("FINISHED")
+    assert handle.run_id is None
     ours = [record.getMessage() for record in caplog.records if record.name == "pipelines.tracking"]
-    assert len(ours) == 1 and "the run goes on" in ours[0] and "401" in ours[0]
+    assert len(ours) == 1 and "the work continues" in ours[0] and "401" in ours[0]
     assert PASSWORD not in caplog.text

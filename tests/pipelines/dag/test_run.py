@@ -29,9 +29,7 @@ from pipelines.dag.node import Node
 from pipelines.dag.plan import Plan, plan
 from pipelines.dag.progress import Display
 from pipelines.dag.run import RunReport, Stopped, run, shortfalls
-from pipelines.ledger import Ledger
-from pipelines.mlflow_uri import default_uri
-from pipelines.tracking import PARENT_TAG
+from pipelines.tracking import PARENT_TAG, Ledger, default_uri
 
 TWO_CPUS = {"CPU": 2.0}
 

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.slow
 def start(storage: Path, *arguments: str, script: str = "full_multidim.py") -> subprocess.CompletedProcess[str]:
     """One start of an entry point with config debug, from a folder that is not the project's."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "MLFLOW_", "SPN_"))}
+    environment["MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL"] = "1"  # a training takes less than the default, 10 s
     command = [sys.executable, str(ROOT / "pipelines" / script), "--config", "debug", f"storage={storage}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=storage, env=environment, timeout=600)
 

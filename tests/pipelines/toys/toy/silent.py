@@ -8,17 +8,11 @@ from typing import Any
 
 
 class SilentRun:
-    run_id = reference = None
+    run_id = None
 
     @contextmanager
     def open(self) -> Iterator[SilentRun]:
         yield self
-
-    def known(self) -> SilentRun:
-        return self
-
-    def close_open_runs(self) -> None:
-        pass
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         pass
