@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 from spn.config import DecoderConfig, EmbedderConfig, SPNConfig, TrainConfig
 from spn.evaluation import bits_per_dim, image_nats
-from spn.gpu.compiling import compile_network
+from spn.gpu.training import speed_up
 from spn.model import SPN
 from spn.training import Batch, TrainState, bits_per_dim_estimate, train_step
 
@@ -141,7 +141,7 @@ def race(
     model = SPN(network).to(device)
     config = TrainConfig(num_steps=1, **{**COMMON, **settings, **changes.get("train", {})})
     data = torch.from_numpy(train.copy()).to(device).permute(0, 3, 1, 2)
-    forward = compile_network(model) if device == "cuda" else model
+    forward = speed_up(model, compiled=device == "cuda")
     draws = torch.Generator(device=device).manual_seed(seed)
 
     def batch() -> Batch:

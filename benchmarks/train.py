@@ -4,7 +4,7 @@
 
 Random images, the stage's own optimiser, bfloat16, torch.compile; whole optimiser steps are timed after a warm-up.
 mfu counts the dense products of forward and backward (torch's FLOP counter on the uncompiled network) over
-what the card reaches (spn/flops.py); mfu_useful leaves out masked weights and the masked half of causal attention.
+what the card reaches (spn/gpu/flops.py); mfu_useful leaves out masked weights and the masked half of causal attention.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if __name__ == "__main__":
 from pipelines.config import stage_model_config
 from pipelines.loading import load
 from spn.config import SPNConfig, TrainConfig
-from spn.gpu.compiling import compile_network
 from spn.gpu.flops import peak_flops, training_flops
+from spn.gpu.training import speed_up
 from spn.model import SPN
 from spn.training import Batch, TrainState, train_step
 
@@ -76,7 +76,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
     model = SPN(model_config).to(device)
     state = TrainState.create(model, train_config)
-    forward = compile_network(model, mode=train_config.compile_mode) if compiled else model
+    forward = speed_up(model, compiled=compiled, mode=train_config.compile_mode)
     size = model_config.image_size
     wait = torch.cuda.synchronize if gpu else lambda: None
 

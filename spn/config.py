@@ -159,12 +159,8 @@ class TrainConfig:
     horizontal_flip: bool = False
     precision: str = "float32"  # bfloat16: matrix products only; weights, softmax and loss stay float32
     compile: bool = execution(False)  # torch.compile: about a minute at the start, much faster steps on a GPU
-    compile_mode: str = execution(
-        "default"
-    )  # tuned, max_autotune: the compiler tries out more at the start, for minutes
-    recompute_activations: bool = execution(
-        False
-    )  # fit a larger micro-batch: a third more work, a fraction of the memory
+    compile_mode: str = execution("default")  # tuned, max_autotune: the compiler tries out more, for minutes
+    recompute_activations: bool = execution(False)  # a third more work, a fraction of the memory
     init_from: str | None = None  # path or URI of a checkpoint folder whose averaged weights training starts from
     eval_every_steps: int = 1000
     num_valid_images: int | None = None  # a fixed seeded set; None: all of the validation split

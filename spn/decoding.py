@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spn.layers import TransformerLayer, group_sizes
-from spn.model import SPN, Decoder
+from spn.model import SPN, ModernDecoder, PaperDecoder
 from spn.modern import STEM_COLUMNS, STEM_ROWS, ModernLayer, rms_norm
 
 
@@ -108,7 +108,7 @@ class LayerWeights:
 class DecoderWeights:
     """What decoding reads, made once from a Decoder by `prepare`."""
 
-    decoder: Decoder
+    decoder: PaperDecoder | ModernDecoder
     layers: tuple[LayerWeights, ...]
     stem: Tensor | None  # [rows * columns * 24, D] of recipe modern
     surroundings: Tensor | None  # [channels of s, D]: what attention reads of s (recipe modern)
@@ -198,13 +198,14 @@ def prepare(model: SPN) -> DecoderWeights:
         for g in range(3)
     )
     size = model.config.slice_size
-    stem = None if decoder.stem is None else decoder.stem.masked_weight().permute(2, 3, 1, 0).flatten(0, 2).contiguous()
-    surroundings = None if decoder.surroundings is None else decoder.surroundings.weight.t().contiguous()
-    direct = None
-    if decoder.direct is not None:
+    stem = surroundings = direct = gain = None
+    if isinstance(decoder, ModernDecoder):
+        stem = decoder.stem.masked_weight().permute(2, 3, 1, 0).flatten(0, 2).contiguous()
+        if decoder.surroundings is not None:
+            surroundings = decoder.surroundings.weight.t().contiguous()
         maps = decoder.direct.weight.t()
         direct = (maps[:attn_width].contiguous(), maps[attn_width:].contiguous())
-    gain = None if decoder.norm is None else decoder.norm.gain.clone()
+        gain = decoder.norm.gain.clone()
     return DecoderWeights(decoder, tuple(layers), stem, surroundings, direct, gain, heads, conv, stream, size, size)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spn.bitdepth import stage_values
 from spn.model import SPN, nll_nats
+from spn.ordering import image_to_slices
 
 EVAL_BATCH = 32  # images scored at once in a training's validation; only memory depends on it
 
@@ -36,9 +37,11 @@ def image_nats(model: SPN, image: Tensor, given: Tensor | None, *, slices: Seque
     """[B] float64: exact negative log-likelihood in nats of `slices` of each image [B, 3, H, W], summed."""
     assert not model.training, "dropout would make the likelihood of another network than the one at hand"
     total = torch.zeros(len(image), dtype=torch.float64, device=image.device)
+    values = image_to_slices(image, model.config.scaling_factor)
+    given = None if given is None else image_to_slices(given, model.config.scaling_factor)
     for number in slices:
         index = torch.full((len(image),), number, device=image.device)
-        total += nll_nats(model(image, index, given), model.target(image, index)).double()
+        total += nll_nats(model(values, index, given), values[:, number]).double()
     return total
 
 

@@ -6,9 +6,8 @@ B batch, h w slice, T = h * w positions in raster order, D attention width, C co
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,69 +43,6 @@ def run_layer(layer: Callable[..., Any], *inputs: Any, recompute: bool) -> Any:
     return layer(*inputs)
 
 
-def weight_products(device: str) -> contextlib.AbstractContextManager:
-    """Products of weights with weights, once a batch: never in half precision. (The meta device knows no autocast.)"""
-    return contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
-
-
-def add_product(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-    """x + y W^T for a wide residual stream: [..., R], [..., C], weight [R, C] -> [..., R].
-
-    One accumulating product: compiled, the sum is kept for the backward pass instead of added up again there.
-    """
-    return torch.addmm(x.flatten(0, -2), y.flatten(0, -2), weight.t()).view(x.shape)
-
-
-def _sum_over_positions(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., R] -> [R], as a matrix product.
-
-    As a reduction it took a twentieth of a training step on a GPU, some eight times as long as reading what it sums.
-    """
-    rows = grad.flatten(0, -2)
-    parts = math.gcd(len(rows), 512)  # so that every core of the device has one
-    rows = rows.view(parts, -1, rows.shape[-1])
-    return torch.bmm(rows.new_ones(parts, 1, rows.shape[1]), rows).to(dtype).sum((0, 1))
-
-
-class _AddShift(torch.autograd.Function):
-    """x + shift."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shift: Tensor) -> Tensor:
-        ctx.shift_dtype = shift.dtype
-        return x + shift.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, _sum_over_positions(grad, ctx.shift_dtype)
-
-
-def add_shift(x: Tensor, shift: Tensor) -> Tensor:
-    """x [..., R] + shift [R], in x's precision."""
-    return _AddShift.apply(x, shift)
-
-
-class _BiasInShift(torch.autograd.Function):
-    """x itself; the bias gets the gradient of x + bias."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-        ctx.bias_dtype = bias.dtype
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, _sum_over_positions(grad, ctx.bias_dtype)
-
-
-def bias_in_shift(x: Tensor, bias: Tensor) -> Tensor:
-    """x of a stream x + shift whose shift grew by `bias`, where all uses of the stream take its sum.
-
-    Then the bias's gradient is that of x. The shift itself needs none, and no gradient is written beside the stream's.
-    """
-    return _BiasInShift.apply(x, bias)
-
-
 class MaskedLinear(nn.Linear):
     """A 1x1 convolution whose weight is masked over RGB groups (van den Oord et al. 2016, PixelRNN section 3.4)."""
 
@@ -121,13 +57,8 @@ class MaskedLinear(nn.Linear):
     def masked_weight(self) -> Tensor:
         return self.weight * self.mask
 
-    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-        """Of x + shift; shift [in] goes into the bias, so that no wide sum is made."""
-        weight, bias = self.masked_weight(), self.bias
-        if shift is not None:
-            with weight_products(x.device.type):
-                bias = bias + weight @ shift
-        return F.linear(x, weight, bias)
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.masked_weight(), self.bias)
 
 
 class GatedPixelCNNLayer(nn.Module):
@@ -136,7 +67,6 @@ class GatedPixelCNNLayer(nn.Module):
     y = tanh(W_f * x + V_f * h) . sigmoid(W_g * x + V_g * h). The vertical stack reads the two rows above without any
     channel mask, the horizontal stack the pixel to the left and, masked over RGB groups, the pixel itself. The first
     layer reads the embedded pixel values (mask A) and starts the residual stream; later ones add to it (mask B).
-    The stream is handed on as x and shift [R], whose sum it is: biases add up in the small one.
     """
 
     def __init__(
@@ -169,77 +99,19 @@ class GatedPixelCNNLayer(nn.Module):
         self.cond = nn.Linear(cond_channels, len(gate), bias=False)
         self.up = MaskedLinear(stream, half)
 
-    def forward(self, x: Tensor, shift: Tensor | None, cond: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, h, w, R], shift [R] (first layer: embedded values, None) -> the new x and shift.
-
-        cond [B, h, w, 2C]: the conditioning's share of the gate, self.cond of it; a decoder makes all layers' at once.
-        """
+    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
+        """x [B, h, w, R] (first layer: embedded pixels [B, h, w, 24]), cond [B, h, w, channels] -> [B, h, w, R]."""
         if self.down is None:
             a = x
-        elif self.norm is None:
-            a = self.down(x, shift)  # [B, h, w, C]
         else:
-            a = self.down(self.norm(add_shift(x, shift)))
-        y, weight = self.gated(a, cond), self.up.masked_weight()
-        if self.is_first:
-            return F.linear(y, weight), self.up.bias
-        return add_product(x, y, weight), shift + self.up.bias
-
-    def gated(self, a: Tensor, cond: Tensor) -> Tensor:
-        """a [B, h, w, C] (first layer: embedded values), cond [B, h, w, 2C] -> y [B, h, w, C]."""
-        weight, bias = self.masked_filter()
-        around = F.pad(a, (0, 0, 1, 1, 2, 0)).permute(0, 3, 1, 2)  # two rows above, a column on either side
-        gate = F.conv2d(around, weight, bias).permute(0, 2, 3, 1) + cond  # [B, h, w, 2C]
-        f, g = gate.chunk(2, dim=-1)
-        return torch.tanh(f) * torch.sigmoid(g)
-
-    def masked_filter(self) -> tuple[Tensor, Tensor]:
-        """Both stacks as one masked 3x3 filter [2C, C, 3, 3], and its bias: they are linear up to the gate.
-
-        Rows r-2 and r-1 hold the vertical stack with its link, row r the pixel to the left, the pixel itself (masked
-        over RGB groups) and nothing to its right.
-        """
-        with weight_products(self.link.weight.device.type):
-            above = torch.einsum("og,gcyx->ocyx", self.link.weight, self.vertical.weight)
-            taps = [self.left.weight, self.current.masked_weight(), torch.zeros_like(self.left.weight)]
-            weight = torch.cat([above, torch.stack(taps, dim=-1)[:, :, None]], dim=2)
-            return weight, self.current.bias + self.link.weight @ self.vertical.bias
-
-
-def run_group(
-    layers: Sequence[GatedPixelCNNLayer], x: Tensor, shift: Tensor | None, conds: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Layers without norm one after another, over one reading and one writing of the wide stream.
-
-    x, shift as of one layer, conds one for each. Between the stream and a layer stands a linear map, so what a layer
-    adds reaches a later one of the group through the product of its map up and the other's map down, both masked: C
-    channels wide instead of R.
-    """
-    with weight_products(x.device.type):
-        up = torch.cat([layer.up.masked_weight() for layer in layers], dim=1)  # [R, group * C]
-        downs = [None if layer.down is None else layer.down.masked_weight() for layer in layers]
-        sums = [torch.zeros_like(layers[0].up.bias) if shift is None else shift]  # the shift before each layer
-        for layer in layers:
-            sums.append(sums[-1] + layer.up.bias)
-        biases = [
-            None if down is None else layer.down.bias + down @ before
-            for layer, down, before in zip(layers, downs, sums[:-1], strict=True)
-        ]
-    narrow = None if shift is None else F.linear(x, torch.cat(downs), torch.cat(biases)).chunk(len(layers), dim=-1)
-    found: list[Tensor] = []  # y of the layers so far
-    for number, layer in enumerate(layers):
-        if layer.is_first:
-            a = x
-        elif number == 0:
-            a = narrow[0]
-        else:
-            y = torch.cat(found, dim=-1)
-            with weight_products(x.device.type):
-                reach = downs[number] @ up[:, : y.shape[-1]]
-            a = F.linear(y, reach, biases[number]) if narrow is None else add_product(narrow[number], y, reach)
-        found.append(layer.gated(a, conds[number]))
-    y = torch.cat(found, dim=-1)
-    return (F.linear(y, up) if shift is None else add_product(x, y, up)), sums[-1]
+            a = self.down(x if self.norm is None else self.norm(x))  # [B, h, w, C]
+        # Row r of the convolution reads rows r - 2 and r - 1: two rows of padding above, the last row cut off.
+        above = self.vertical(F.pad(a.permute(0, 3, 1, 2), (1, 1, 2, -1)))  # [B, 2C, h, w]
+        left = F.pad(a, (0, 0, 1, -1))  # [B, h, w, C]: the pixel to the left
+        gate = self.link(above.permute(0, 2, 3, 1)) + self.left(left) + self.current(a) + self.cond(cond)
+        f, g = gate.chunk(2, dim=-1)  # [B, h, w, C] each
+        y = self.up(torch.tanh(f) * torch.sigmoid(g))  # [B, h, w, R]
+        return y if self.is_first else x + y
 
 
 def timing_signal(length: int, width: int) -> Tensor:
@@ -264,15 +136,11 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        # Cut along the heads: compiled, these views reach the kernel as they are; of an axis of three it makes copies.
-        qkv = self.qkv(x).view(batch, length, 3 * self.num_heads, -1)
-        q, k, v = (part.transpose(1, 2) for part in qkv.chunk(3, dim=2))  # [B, heads, T, d]
+        qkv = self.qkv(x).view(batch, length, 3 * self.num_heads, -1)  # [B, T, 3 heads, d]
+        q, k, v = (part.transpose(1, 2) for part in qkv.chunk(3, dim=2))  # [B, heads, T, d] each
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, dropout_p=dropout)
-        return self.out(y.transpose(1, 2).reshape(batch, length, width))
-
-
-MEMORY_PARTS = 16
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, dropout_p=dropout)  # [B, heads, T, d]
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))  # [B, T, D]
 
 
 class ParameterAttention(nn.Module):
@@ -291,15 +159,16 @@ class ParameterAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        q = self.query(x).view(-1, self.num_heads, self.keys.shape[-1])  # [positions, heads, d]
-        values = self.values
-        if self.training and self.dropout > 0:  # whole memory rows, one decision for all positions
-            values = values * F.dropout(torch.ones_like(values[..., :1]), self.dropout)
-        # Positions in a few parts: the backward pass works on blocks of rows, too few in one part to fill a GPU.
-        parts = math.gcd(len(q), MEMORY_PARTS) if q.is_cuda else 1
-        keys, values = (rows.to(q.dtype).expand(parts, -1, -1, -1) for rows in (self.keys, values))
-        y = F.scaled_dot_product_attention(q.unflatten(0, (parts, -1)).transpose(1, 2), keys, values, scale=1.0)
+        q = self.query(x).view(1, -1, self.num_heads, self.keys.shape[-1]).transpose(1, 2)  # [1, heads, positions, d]
+        keys, values = self.keys.to(q.dtype)[None], self.dropped_values().to(q.dtype)[None]  # [1, heads, rows, d]
+        y = F.scaled_dot_product_attention(q, keys, values, scale=1.0)  # [1, heads, positions, d]
         return self.out(y.transpose(1, 2).reshape(x.shape))
+
+    def dropped_values(self) -> Tensor:
+        """The values; in training dropout takes whole memory rows, one decision for all positions."""
+        if not self.training or self.dropout == 0:
+            return self.values
+        return self.values * F.dropout(torch.ones_like(self.values[..., :1]), self.dropout)
 
 
 class TransformerLayer(nn.Module):
@@ -319,7 +188,7 @@ class TransformerLayer(nn.Module):
 
 
 class AttentionStack(nn.Module):
-    """1D attention over a slice in raster order: timing signal, layers, final norm; [B, T, in] -> [B, T, D]."""
+    """1D attention over a slice in raster order: timing signal, layers, final norm. Its owner applies `project`."""
 
     timing: Tensor
 
@@ -348,9 +217,6 @@ class AttentionStack(nn.Module):
         self.recompute = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.after_project(self.project(x))
-
-    def after_project(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         x = x + self.timing.to(x.dtype)
         for layer in self.layers:
@@ -359,10 +225,7 @@ class AttentionStack(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Bottleneck of the slice embedder: R -> C (1x1) -> C (3x3) -> R (1x1), a ReLU before each, added to its input.
-
-    The stream is x + shift, as in the decoder; gradients reach the biases in shift by x (bias_in_shift).
-    """
+    """Bottleneck of the slice embedder: R -> C (1x1) -> C (3x3) -> R (1x1), a ReLU before each, added to its input."""
 
     def __init__(self, *, residual_channels: int, conv_channels: int) -> None:
         super().__init__()
@@ -370,58 +233,11 @@ class ResidualBlock(nn.Module):
         self.conv = nn.Conv2d(conv_channels, conv_channels, kernel_size=3, padding=1)
         self.up = nn.Linear(conv_channels, residual_channels)
 
-    def forward(self, x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, h, w, R], shift [R] -> the new x and shift."""
-        y = F.relu(self.down(F.relu(x + shift.to(x.dtype)))).permute(0, 3, 1, 2)  # [B, C, h, w]
-        y = F.relu(self.conv(y)).permute(0, 2, 3, 1)
-        bias = self.up.bias
-        return bias_in_shift(add_product(x, y, self.up.weight), bias), shift + bias.detach()
-
-
-@torch.library.custom_op("spn::table_gradient", mutates_args=())
-def table_gradient(grad: Tensor, values: Tensor, num_values: int) -> Tensor:
-    """Each value's sum of rows: grad [N, 3, units], values [N, 3] uint8, both contiguous -> [3, V, units].
-
-    At least float32.
-    """
-    if grad.is_cuda and grad.dtype == torch.bfloat16:
-        from spn.gpu import table_kernel  # needs Triton, which only a GPU's torch brings
-
-        return table_kernel.table_gradient(grad, values, num_values)
-    # Two tiny sides and one of millions: cut into parts, so that every core of the device has one.
-    rows = grad.unflatten(0, (math.gcd(len(grad), 512), -1)).transpose(1, 2)  # [parts, 3, rows, units]
-    numbers = torch.arange(num_values, device=values.device)
-    chosen = values.view(rows.shape[0], -1, 3).transpose(1, 2)[..., None] == numbers  # [parts, 3, rows, V]
-    sums = torch.bmm(chosen.to(grad.dtype).flatten(0, 1).transpose(1, 2), rows.flatten(0, 1))
-    dtype = torch.promote_types(grad.dtype, torch.float32)
-    return sums.view(-1, 3, num_values, grad.shape[-1]).sum(0, dtype=dtype)
-
-
-@table_gradient.register_fake
-def _(grad: Tensor, values: Tensor, num_values: int) -> Tensor:
-    return grad.new_empty(3, num_values, grad.shape[-1], dtype=torch.promote_types(grad.dtype, torch.float32))
-
-
-class _TableLookup(torch.autograd.Function):
-    """Rows of three small tables, by value, in the type `dtype`; the tables' gradient is table_gradient.
-
-    The gradient of an ordinary embedding adds up millions of rows into a few dozen with atomic operations: at the 112
-    slots of S = 8 that was a tenth of a training step on a GPU.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tables: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """tables [3, V, units], values [..., 3] -> [..., 3, units]."""
-        ctx.save_for_backward(values.to(torch.uint8))
-        ctx.num_values, ctx.dtype = tables.shape[1], tables.dtype
-        offset = torch.arange(3, device=values.device) * tables.shape[1]
-        return F.embedding(values + offset, tables.flatten(0, 1).to(dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (values,) = ctx.saved_tensors
-        rows = grad.reshape(-1, 3, grad.shape[-1]).contiguous()
-        return table_gradient(rows, values.reshape(-1, 3).contiguous(), ctx.num_values).to(ctx.dtype), None, None
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, h, w, R] -> [B, h, w, R]."""
+        y = F.relu(self.down(F.relu(x))).permute(0, 3, 1, 2)  # [B, C, h, w]
+        y = F.relu(self.conv(y)).permute(0, 2, 3, 1)  # [B, h, w, C]
+        return x + self.up(y)
 
 
 class IntensityEmbedding(nn.Module):
@@ -436,11 +252,7 @@ class IntensityEmbedding(nn.Module):
         self.register_buffer("offset", offset, persistent=False)
 
     def forward(self, values: Tensor) -> Tensor:
-        if not values.is_cuda:
-            return self.table(values.long() + self.offset).flatten(-2)
-        weight = self.table.weight
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
-        return _TableLookup.apply(weight.view(3, -1, weight.shape[1]), values.long(), dtype).flatten(-2)
+        return self.table(values.long() + self.offset).flatten(-2)
 
     def groups(self) -> Tensor:
         """RGB group of each embedded channel."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from spn.config import DecoderConfig, EmbedderConfig, SPNConfig
@@ -20,16 +21,12 @@ from spn.layers import (
     ParameterAttention,
     ResidualBlock,
     SelfAttention,
-    add_product,
-    add_shift,
-    bias_in_shift,
     channel_groups,
     group_sizes,
-    run_group,
     run_layer,
 )
 from spn.modern import CausalStem, GroupNorm, ModernLayer, ModernStack
-from spn.ordering import image_to_slices, slot_sources
+from spn.ordering import slot_sources, target_slices
 
 
 def attention_stack(
@@ -91,110 +88,136 @@ class SliceEmbedder(nn.Module):
         self.out = nn.Linear(own.residual_channels, own.conv_channels)
         self.recompute = False
 
-    def projected(self, slices: Tensor, index: Tensor, given: Tensor | None) -> Tensor:
-        """The embedder's input through its first map: slices, given [B, S*S, 3, h, w], index [B] -> [B, h, w, D].
-
-        The input has 24 channels for each slot, then those of the meta-position, then 24 for each high-bit slice and
-        for the target's own. It is never made: each slice is embedded once, and of the map's columns each target gets
-        those of the slots that its slices fill, so that empty slots cost nothing.
-        """
-        batch, num_slices, _, height, width = slices.shape
-        num_slots, project = self.sources.shape[1], self.attention.project
-        sizes = [num_slots * 24, META_UNITS] + ([num_slices * 24, 24] if self.given_intensity is not None else [])
-        columns = project.weight.split(sizes, dim=1)
-        fills = self.sources[index, None] == torch.arange(num_slices, device=index.device)[:, None]  # [B, S*S, slots]
-        by_slot = columns[0].unflatten(1, (num_slots, 24)).permute(1, 2, 0).flatten(1)  # [slots, 24 * D]
-        weight = (fills.to(by_slot.dtype) @ by_slot).view(batch, num_slices * 24, -1)
-        seen = self.intensity(slices.permute(0, 3, 4, 1, 2)).flatten(3)  # [B, h, w, S*S * 24]
-        x = (seen.flatten(1, 2) @ weight).view(batch, height, width, -1)
-        x = x + F.linear(self.meta_position(index), columns[1], project.bias)[:, None, None]
-        if self.given_intensity is None:
-            return x
-        assert given is not None
-        own = given[torch.arange(batch, device=index.device), index]
-        x = x + F.linear(self.given_intensity(given.permute(0, 3, 4, 1, 2)).flatten(3), columns[2])
-        return x + F.linear(self.given_intensity(own.permute(0, 2, 3, 1)), columns[3])
-
     def forward(self, slices: Tensor, index: Tensor, given: Tensor | None) -> Tensor:
-        """Slices of the values generated so far (later ones are never read) -> s [B, h, w, conv_channels]."""
-        x = self.projected(slices, index, given)
-        batch, height, width, _ = x.shape
+        """slices, given [B, S*S, 3, h, w], targets index [B] -> s [B, h, w, conv_channels].
+
+        Slices from the target on are never read.
+        """
+        x = self.attention.project(self.slots(slices, index, given))  # [B, h, w, D]
         if self.stem is not None:
             x = x + self.stem(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-        x = self.attention.after_project(x.flatten(1, 2)).view(batch, height, width, -1)
-        x, shift = bias_in_shift(F.linear(x, self.widen.weight), self.widen.bias), self.widen.bias.detach()
+        x = self.attention(x.flatten(1, 2)).view(x.shape)
+        x = self.widen(x)  # [B, h, w, R]
         for block in self.blocks:
-            x, shift = run_layer(block, x, shift, recompute=self.recompute)
-        return self.out(F.relu(x + shift.to(x.dtype)))
+            x = run_layer(block, x, recompute=self.recompute)
+        return self.out(F.relu(x))  # [B, h, w, conv_channels]
+
+    def slots(self, slices: Tensor, index: Tensor, given: Tensor | None) -> Tensor:
+        """The embedder's input [B, h, w, channels]: 24 channels for each slot, zeros where no slice fills it; the
+        meta-position; for depth upscaling 24 for each high-bit slice, and for the target's own.
+        """
+        seen = self.intensity(slices.permute(0, 1, 3, 4, 2))  # [B, S*S, h, w, 24]
+        seen = F.pad(seen, (0, 0, 0, 0, 0, 0, 0, 1))  # slice number S*S is empty
+        seen = seen[torch.arange(len(index), device=index.device)[:, None], self.sources[index]]  # [B, slots, h, w, 24]
+        parts = [rearrange(seen, "b slots h w c -> b h w (slots c)")]
+        parts.append(self.meta_position(index)[:, None, None].expand(*parts[0].shape[:3], -1))
+        if self.given_intensity is not None:
+            assert given is not None
+            high = self.given_intensity(given.permute(0, 1, 3, 4, 2))  # [B, S*S, h, w, 24]
+            parts += [rearrange(high, "b slices h w c -> b h w (slices c)"), target_slices(high, index)]
+        return torch.cat(parts, dim=-1)
 
 
-LAYERS_A_GROUP = 5  # PixelCNN layers between two updates of the wide stream
+def pixelcnn_layers(config: SPNConfig, pixel_groups: Tensor) -> nn.ModuleList:
+    """The decoder's Gated PixelCNN, conditioned on attention and, where there is an embedder, on s."""
+    own = config.decoder
+    return nn.ModuleList(
+        GatedPixelCNNLayer(
+            conv_channels=own.conv_channels,
+            residual_channels=own.residual_channels,
+            cond_channels=cond_channels(config),
+            first_input=pixel_groups if i == 0 else None,
+            norm=GroupNorm(own.residual_channels) if own.recipe == "modern" and i > 0 else None,
+        )
+        for i in range(own.num_layers)
+    )
 
 
-class Decoder(nn.Module):
+def cond_channels(config: SPNConfig) -> int:
+    """Channels that the PixelCNN is conditioned on: those of attention, then those of s."""
+    own = config.decoder
+    return own.num_attn_heads * own.attn_head_dim + (config.embedder.conv_channels if config.embedder else 0)
+
+
+def make_head(config: SPNConfig) -> MaskedLinear:
+    """From the stream to 3 V logits, masked over RGB groups."""
+    return MaskedLinear(channel_groups(3 * config.num_values), channel_groups(config.decoder.residual_channels))
+
+
+def shift_one_pixel(pixels: Tensor) -> Tensor:
+    """[B, h, w, 24] -> [B, h*w, 24]: at each position the pixel before it in raster order, zeros at the first.
+
+    So attention position t reads pixels before t, and needs no RGB mask.
+    """
+    return F.pad(pixels.flatten(1, 2)[:, :-1], (0, 0, 1, 0))
+
+
+class PaperDecoder(nn.Module):
     """Masked 1D self-attention over the target slice, then a Gated PixelCNN conditioned on it and on s (figure 4b)."""
 
     def __init__(self, config: SPNConfig) -> None:
         super().__init__()
-        own = config.decoder
         self.num_values = config.num_values
         self.intensity = IntensityEmbedding(num_values=config.num_values)
-        attn_width = own.num_attn_heads * own.attn_head_dim
-        modern = own.recipe == "modern"
-        self.stem = CausalStem(in_channels=24, width=attn_width) if modern else None
-        self.attention = attention_stack(own, in_channels=24, slice_size=config.slice_size, causal=True)
-        # Recipe modern: attention reads s, too. The paper's decoder has it for the PixelCNN's gates only.
-        self.surroundings = None
-        if modern and config.embedder is not None:
-            self.surroundings = nn.Linear(config.embedder.conv_channels, attn_width, bias=False)
-        cond_channels = attn_width + (config.embedder.conv_channels if config.embedder else 0)
-        self.layers = nn.ModuleList(
-            GatedPixelCNNLayer(
-                conv_channels=own.conv_channels,
-                residual_channels=own.residual_channels,
-                cond_channels=cond_channels,
-                first_input=self.intensity.groups() if i == 0 else None,
-                norm=GroupNorm(own.residual_channels) if modern and i > 0 else None,
-            )
-            for i in range(own.num_layers)
-        )
-        # Recipe modern: what attention found enters the stream past the gates, and the stream is normed for the head.
-        self.direct = nn.Linear(cond_channels, own.residual_channels, bias=False) if modern else None
-        self.norm = GroupNorm(own.residual_channels) if modern else None
-        self.head = MaskedLinear(channel_groups(3 * config.num_values), channel_groups(own.residual_channels))
-        self.layers_a_group = LAYERS_A_GROUP
+        self.attention = attention_stack(config.decoder, in_channels=24, slice_size=config.slice_size, causal=True)
+        self.layers = pixelcnn_layers(config, self.intensity.groups())
+        self.head = make_head(config)
         self.recompute = False
 
     def forward(self, target: Tensor, context: Tensor | None) -> Tensor:
         """target [B, 3, h, w], context s [B, h, w, channels] or None -> logits [B, 3, V, h, w]."""
-        batch, _, height, width = target.shape
         pixels = self.intensity(target.permute(0, 2, 3, 1))  # [B, h, w, 24]
-        # Shifted by one pixel in raster order: attention position t reads pixels before t, so it needs no RGB mask.
-        before = [F.pad(pixels.flatten(1, 2)[:, :-1], (0, 0, 1, 0))]
-        if self.stem is not None:
-            local = self.stem(pixels)
-            if self.surroundings is not None:
-                assert context is not None
-                local = local + self.surroundings(context).flatten(1, 2)
-            before.append(local)
-        cond = self.attention(*before).view(batch, height, width, -1)
+        cond = self.attention(self.attention.project(shift_one_pixel(pixels)))  # [B, h*w, D]
+        cond = cond.unflatten(1, target.shape[2:])  # [B, h, w, D]
         if context is not None:
-            cond = torch.cat([cond, context.to(cond.dtype)], dim=-1)
-        layers = list(self.layers)
-        shares = F.linear(cond, torch.cat([layer.cond.weight for layer in layers])).chunk(len(layers), dim=-1)
-        x, shift = pixels, None
-        if self.direct is None:
-            for start in range(0, len(layers), self.layers_a_group):
-                group = slice(start, start + self.layers_a_group)
-                x, shift = run_layer(run_group, layers[group], x, shift, shares[group], recompute=self.recompute)
-        else:
-            for layer, share in zip(layers, shares, strict=True):
-                x, shift = run_layer(layer, x, shift, share, recompute=self.recompute)
-                if layer.is_first:
-                    x = add_product(x, cond, self.direct.weight)
-        x = add_shift(x, shift)
-        x = F.relu(x) if self.norm is None else self.norm(x)
-        logits = self.head(x).view(batch, height, width, 3, self.num_values)
+            cond = torch.cat([cond, context], dim=-1)  # [B, h, w, D + channels]
+        x = pixels
+        for layer in self.layers:
+            x = run_layer(layer, x, cond, recompute=self.recompute)  # [B, h, w, R]
+        logits = self.head(F.relu(x)).unflatten(-1, (3, self.num_values))  # [B, h, w, 3, V]
+        return logits.permute(0, 3, 4, 1, 2)
+
+
+class ModernDecoder(nn.Module):
+    """The same factorisation with modern parts (modern.py).
+
+    Beside the paper's connections, attention reads s and the pixels around, what it found enters the stream past the
+    gates (`direct`), and the stream is normed for the head.
+    """
+
+    def __init__(self, config: SPNConfig) -> None:
+        super().__init__()
+        own, attn_width = config.decoder, config.decoder.num_attn_heads * config.decoder.attn_head_dim
+        self.num_values = config.num_values
+        self.intensity = IntensityEmbedding(num_values=config.num_values)
+        self.stem = CausalStem(in_channels=24, width=attn_width)
+        self.attention = attention_stack(own, in_channels=24, slice_size=config.slice_size, causal=True)
+        self.surroundings = None
+        if config.embedder is not None:
+            self.surroundings = nn.Linear(config.embedder.conv_channels, attn_width, bias=False)
+        self.layers = pixelcnn_layers(config, self.intensity.groups())
+        self.direct = nn.Linear(cond_channels(config), own.residual_channels, bias=False)
+        self.norm = GroupNorm(own.residual_channels)
+        self.head = make_head(config)
+        self.recompute = False
+
+    def forward(self, target: Tensor, context: Tensor | None) -> Tensor:
+        """target [B, 3, h, w], context s [B, h, w, channels] or None -> logits [B, 3, V, h, w]."""
+        pixels = self.intensity(target.permute(0, 2, 3, 1))  # [B, h, w, 24]
+        local = self.stem(pixels)  # [B, h*w, D]
+        if self.surroundings is not None:
+            assert context is not None
+            local = local + self.surroundings(context).flatten(1, 2)
+        cond = self.attention(self.attention.project(shift_one_pixel(pixels)) + local)  # [B, h*w, D]
+        cond = cond.unflatten(1, target.shape[2:])  # [B, h, w, D]
+        if context is not None:
+            cond = torch.cat([cond, context], dim=-1)  # [B, h, w, D + channels]
+        x = pixels
+        for layer in self.layers:
+            x = run_layer(layer, x, cond, recompute=self.recompute)  # [B, h, w, R]
+            if layer.is_first:
+                x = x + self.direct(cond)
+        logits = self.head(self.norm(x)).unflatten(-1, (3, self.num_values))  # [B, h, w, 3, V]
         return logits.permute(0, 3, 4, 1, 2)
 
 
@@ -205,39 +228,31 @@ class SPN(nn.Module):
         super().__init__()
         self.config = config
         self.embedder = SliceEmbedder(config) if config.embedder is not None else None
-        self.decoder = Decoder(config)
+        self.decoder = ModernDecoder(config) if config.decoder.recipe == "modern" else PaperDecoder(config)
         init_weights(self)
 
-    def context(self, image: Tensor, index: Tensor, given: Tensor | None) -> Tensor | None:
+    def context(self, slices: Tensor, index: Tensor, given: Tensor | None) -> Tensor | None:
         """The feature map s for target slices `index` [B]; reads only the slices before them. None without embedder."""
         if self.embedder is None:
             return None
         assert (given is None) == (self.config.num_given_bits == 0), "high bits are given exactly to depth upscaling"
-        size = self.config.scaling_factor
-        return self.embedder(
-            image_to_slices(image, size), index, None if given is None else image_to_slices(given, size)
-        )
+        return self.embedder(slices, index, given)
 
-    def target(self, image: Tensor, index: Tensor) -> Tensor:
-        """The slices `index` [B] of image [B, 3, H, W] -> [B, 3, h, w]."""
-        slices = image_to_slices(image, self.config.scaling_factor)
-        return slices[torch.arange(len(index), device=image.device), index]
+    def forward(self, slices: Tensor, index: Tensor, given: Tensor | None = None) -> Tensor:
+        """Logits [B, 3, V, h, w] of slice index[b] of image b, given the slices before it and itself up to each value.
 
-    def forward(self, image: Tensor, index: Tensor, given: Tensor | None = None) -> Tensor:
-        """Logits [B, 3, V, h, w] of slice index[b] of image[b], given the slices before it and itself up to each value.
-
-        image [B, 3, H, W] integers 0 .. V-1 (values this stage generates), index [B] number of the target slice,
-        given [B, 3, H, W] the more significant bits (depth upscaling only).
+        slices [B, S*S, 3, h, w] integers 0 .. V-1 (values this stage generates; ordering.image_to_slices), index [B]
+        number of the target slice, given [B, S*S, 3, h, w] the more significant bits (depth upscaling only).
         """
-        assert image.ndim == 4 and image.shape[1] == 3, image.shape
-        assert image.shape[2] == image.shape[3] == self.config.image_size, image.shape
-        return self.decoder(self.target(image, index), self.context(image, index, given))
+        size = self.config.slice_size
+        assert slices.shape[1:] == (self.config.num_slices, 3, size, size), slices.shape
+        return self.decoder(target_slices(slices, index), self.context(slices, index, given))
 
 
 def recompute_activations(model: SPN) -> None:
     """Trade time for memory in training: every layer keeps its input only and runs again in the backward pass."""
     for module in model.modules():
-        if isinstance(module, AttentionStack | ModernStack | SliceEmbedder | Decoder):
+        if hasattr(module, "recompute"):
             module.recompute = True
 
 
@@ -289,7 +304,7 @@ def init_weights(model: SPN) -> None:
         for block in model.embedder.blocks:
             nn.init.zeros_(block.up.weight)
         _smooth_tables(model.embedder)
-    if model.config.decoder.recipe == "modern":
+    if isinstance(model.decoder, ModernDecoder):
         _smooth_tables(model.decoder)
         _smooth_head(model.decoder)
 
@@ -312,7 +327,7 @@ def _smooth_tables(part: nn.Module) -> None:
             table[:, :, : len(chosen)] = cosines(table.shape[1], chosen)
 
 
-def _smooth_head(decoder: Decoder) -> None:
+def _smooth_head(decoder: ModernDecoder) -> None:
     """Each group's logits as a cosine series, whose terms are the group's own channels, small and falling."""
     decoder.head.weight.zero_()
     values, first = decoder.num_values, 0
@@ -323,27 +338,25 @@ def _smooth_head(decoder: Decoder) -> None:
         first += size
 
 
+PARTS = {
+    "embedder_stem": ("embedder.stem.",),
+    "embedder_attention": ("embedder.attention.",),
+    "decoder_stem": ("decoder.stem.",),
+    "decoder_surroundings": ("decoder.surroundings.",),
+    "decoder_attention": ("decoder.attention.",),
+    "decoder_pixelcnn": ("decoder.layers.",),
+    "decoder_direct": ("decoder.direct.",),
+    "decoder_head": ("decoder.head.",),
+    "embedder_convolutions": ("embedder.widen.", "embedder.blocks.", "embedder.out."),
+}
+
+
 def parameter_counts(model: SPN) -> dict[str, int]:
     """Number of parameters by part, and in all ("total")."""
-    parts: dict[str, nn.Module] = {}
-    if model.embedder is not None:
-        if model.embedder.stem is not None:
-            parts["embedder_stem"] = model.embedder.stem
-        parts["embedder_attention"] = model.embedder.attention
-    if model.decoder.stem is not None:
-        parts["decoder_stem"] = model.decoder.stem
-    if model.decoder.surroundings is not None:
-        parts["decoder_surroundings"] = model.decoder.surroundings
-    parts["decoder_attention"] = model.decoder.attention
-    parts["decoder_pixelcnn"] = model.decoder.layers
-    if model.decoder.direct is not None:
-        parts["decoder_direct"] = model.decoder.direct
-    parts["decoder_head"] = model.decoder.head
-    counts = {name: sum(p.numel() for p in module.parameters()) for name, module in parts.items()}
-    if model.embedder is not None:
-        convs = (model.embedder.widen, model.embedder.blocks, model.embedder.out)
-        counts["embedder_convolutions"] = sum(p.numel() for m in convs for p in m.parameters())
+    counts: dict[str, int] = {}
+    for part, prefixes in PARTS.items():
+        sizes = [p.numel() for name, p in model.named_parameters() if name.startswith(prefixes)]
+        if sizes:
+            counts[part] = sum(sizes)
     total = sum(p.numel() for p in model.parameters())
-    counts["intensity_and_position_embeddings"] = total - sum(counts.values())
-    counts["total"] = total
-    return counts
+    return {**counts, "intensity_and_position_embeddings": total - sum(counts.values()), "total": total}

@@ -32,9 +32,8 @@ class GroupNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., R] -> [..., R]."""
-        return (
-            torch.cat([rms_norm(part) if part.shape[-1] else part for part in x.split(self.sizes, -1)], -1) * self.gain
-        )
+        groups = [rms_norm(part) if part.shape[-1] else part for part in x.split(self.sizes, dim=-1)]
+        return torch.cat(groups, dim=-1) * self.gain
 
 
 def rotary_turns(height: int, width: int, head_dim: int) -> Tensor:
@@ -74,14 +73,14 @@ class ModernLayer(nn.Module):
     def queries_keys_values(self, x: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, D], turns of its positions -> three times [B, heads, T, head_dim]."""
         batch, length, _ = x.shape
-        qkv = self.qkv(self.attn_norm(x)).view(batch, length, 3 * self.num_heads, -1)
-        q, k, v = (part.transpose(1, 2) for part in qkv.chunk(3, dim=2))
+        qkv = self.qkv(self.attn_norm(x)).view(batch, length, 3 * self.num_heads, -1)  # [B, T, 3 heads, head_dim]
+        q, k, v = (part.transpose(1, 2) for part in qkv.chunk(3, dim=2))  # [B, heads, T, head_dim] each
         return rotate(rms_norm(q), turns), rotate(rms_norm(k), turns), v
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
         """Residual x [B, T, D] and attended values [B, heads, T, head_dim] -> output of the layer."""
-        x = x + self.dropout(self.attn_out(attended.transpose(1, 2).reshape(x.shape)))
-        gate, value = self.ffn_in(self.ffn_norm(x)).chunk(2, dim=-1)
+        x = x + self.dropout(self.attn_out(attended.transpose(1, 2).reshape(x.shape)))  # [B, T, D]
+        gate, value = self.ffn_in(self.ffn_norm(x)).chunk(2, dim=-1)  # [B, T, hidden] each
         return x + self.dropout(self.ffn_out(F.silu(gate) * value))
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
@@ -111,12 +110,12 @@ class CausalStem(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """[B, h, w, C] -> [B, h * w, D]."""
         side = STEM_COLUMNS // 2
-        around = F.pad(pixels, (0, 0, side, side, STEM_ROWS - 1, 0)).permute(0, 3, 1, 2)
-        return F.conv2d(around, self.masked_weight()).flatten(2).transpose(1, 2)
+        around = F.pad(pixels, (0, 0, side, side, STEM_ROWS - 1, 0)).permute(0, 3, 1, 2)  # [B, C, h + 3, w + 6]
+        return F.conv2d(around, self.masked_weight()).flatten(2).transpose(1, 2)  # [B, h * w, D]
 
 
 class ModernStack(nn.Module):
-    """Attention over a slice in raster order: [B, T, in] -> [B, T, D]."""
+    """Attention over a slice in raster order. Its owner applies `project`."""
 
     turns: Tensor
 
@@ -144,12 +143,7 @@ class ModernStack(nn.Module):
         self.register_buffer("turns", turns, persistent=False)
         self.recompute = False
 
-    def forward(self, x: Tensor, local: Tensor | None = None) -> Tensor:
-        """local [B, T, D]: the stem's output, added to the projected input."""
-        x = self.project(x)
-        return self.after_project(x if local is None else x + local)
-
-    def after_project(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         for layer in self.layers:
             x = run_layer(layer, x, self.turns, recompute=self.recompute)

@@ -27,6 +27,11 @@ def slices_to_image(slices: Tensor, scaling_factor: int) -> Tensor:
     return rearrange(slices, "b (i j) c h w -> b c (h i) (w j)", i=scaling_factor, j=scaling_factor)
 
 
+def target_slices(slices: Tensor, index: Tensor) -> Tensor:
+    """Slice index[b] of each image: [B, S*S, ...], [B] -> [B, ...]."""
+    return slices[torch.arange(len(index), device=slices.device), index]
+
+
 def slot_offsets(scaling_factor: int) -> list[tuple[int, int]]:
     """Offsets (di, dj) of the slots of the embedder's input: the slices that can precede a target, seen from it.
 

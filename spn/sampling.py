@@ -92,6 +92,7 @@ def sample_stage(
         decoders[key] = slice_decoder(model, batch, temperature=temperature, top_p=top_p, precision=precision)
     on_gpu = uniform.device.type == "cuda"
     numbers = image_to_slices(uniform, config.scaling_factor)
+    given = None if given is None else image_to_slices(given, config.scaling_factor)
     size, num_known = config.slice_size, 0 if slices is None else slices.shape[1]
     known = torch.zeros((batch, config.num_slices, 3, size, size), dtype=torch.long, device=uniform.device)
     if slices is not None:
@@ -100,7 +101,7 @@ def sample_stage(
     for number in todo:
         index = torch.full((batch,), number, device=uniform.device)
         with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu and precision == "bfloat16"):
-            context = _context(model, slices_to_image(known, config.scaling_factor), index, given)
+            context = _context(model, known, index, given)
         kept = rows if number == num_known else None
         draws = Draws(numbers[:, number], temperature=temperature, top_p=top_p, known=kept)
         known[:, number] = decoders[key](context, draws, on_row=on_row)
@@ -109,12 +110,12 @@ def sample_stage(
     return slices_to_image(known, config.scaling_factor)
 
 
-def _context(model: SPN, image: Tensor, index: Tensor, given: Tensor | None) -> Tensor | None:
+def _context(model: SPN, slices: Tensor, index: Tensor, given: Tensor | None) -> Tensor | None:
     """model.context, of a few images at once."""
     if model.embedder is None:
         return None
-    parts = [None] * len(image) if given is None else given.split(EMBEDDED_AT_ONCE)
-    found = map(model.context, image.split(EMBEDDED_AT_ONCE), index.split(EMBEDDED_AT_ONCE), parts)
+    parts = [None] * len(slices) if given is None else given.split(EMBEDDED_AT_ONCE)
+    found = map(model.context, slices.split(EMBEDDED_AT_ONCE), index.split(EMBEDDED_AT_ONCE), parts)
     return torch.cat([part for part in found if part is not None])
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from spn.config import SPNConfig, TrainConfig
 from spn.model import SPN, nll_nats
 from spn.optimizers import make_optimizer
+from spn.ordering import image_to_slices, target_slices
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class NonFiniteLoss(RuntimeError):
     """Loss or gradient became NaN or infinite: training stops, and nothing of that step is handed out."""
 
 
-class _Verdict:
+class FiniteCheck:
     """Is a step's loss and gradient finite? On a GPU the answer is read later, so that it never waits for the CPU."""
 
     def __init__(self, values: Tensor, message: Callable[[float, float], str]) -> None:
@@ -112,7 +113,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     polyak: Polyak
     step: int = 0
-    verdict: _Verdict | None = None  # of the last step, where it was not read yet
+    finite: FiniteCheck | None = None  # of the last step, until it is read
 
     @classmethod
     def create(cls, model: SPN, config: TrainConfig) -> TrainState:
@@ -128,9 +129,9 @@ class TrainState:
 
     def check(self) -> None:
         """Wait until the last step is known to be good. Raises NonFiniteLoss if not: then nor are the weights."""
-        verdict, self.verdict = self.verdict, None
-        if verdict is not None:
-            verdict.check()
+        finite, self.finite = self.finite, None
+        if finite is not None:
+            finite.check()
 
     def start_from(self, weights: dict[str, Tensor]) -> None:
         """Begin at given weights instead of random ones; the average begins there too."""
@@ -172,6 +173,7 @@ def train_step(
     Raises NonFiniteLoss: on a CPU before the weights change, on a GPU one step later or in `state.check`.
     """
     device = next(state.model.parameters()).device
+    size = state.model.config.scaling_factor
     num_images = sum(len(batch.index) for batch in micro_batches)
     dims = num_images * 3 * state.model.config.slice_size**2
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -181,9 +183,11 @@ def train_step(
         if batch.seed is not None:
             torch.manual_seed(batch.seed)
         with contextlib.nullcontext() if last else no_sync():
+            slices = image_to_slices(batch.image, size)
+            given = None if batch.given is None else image_to_slices(batch.given, size)
             with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-                logits = forward(batch.image, batch.index, batch.given)
-            nats = nll_nats(logits, state.model.target(batch.image, batch.index)).sum()
+                logits = forward(slices, batch.index, given)
+            nats = nll_nats(logits, target_slices(slices, batch.index)).sum()
             (nats / dims).backward()
         total += nats.detach()
     limit = math.inf if config.grad_clip is None else config.grad_clip
@@ -191,7 +195,7 @@ def train_step(
     state.check()
     keys = ", ".join(str(key) for batch in micro_batches for key in batch.keys[:4])
     where = f"stage {state.model.config.stage}, step {state.step}"
-    state.verdict = _Verdict(
+    state.finite = FiniteCheck(
         torch.stack([total / dims, grad_norm.to(total.dtype)]),
         lambda loss, norm: f"{where}: loss {loss:.4g} nats/dim, gradient norm {norm:.4g}; batch with images {keys}, …",
     )

@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from spn.config import SPNConfig
+from spn.gpu.training import FastPaperDecoder, speed_up
 from spn.layers import GatedPixelCNNLayer, MaskedLinear
 from spn.model import SPN
 
@@ -27,7 +28,9 @@ def forward_flops(config: SPNConfig) -> tuple[int, int]:
     """(dense, useful) FLOPs of one slice's forward pass."""
     with torch.device("meta"):
         model = SPN(config)
-    model.decoder.layers_a_group = 1  # products between the layers of a group save memory traffic: not work of its own
+    speed_up(model)  # empty slots of the embedder cost nothing
+    if isinstance(model.decoder, FastPaperDecoder):
+        model.decoder.layers_a_group = 1  # products between a group's layers save memory traffic: not work of its own
     # A second slice costs what a slice costs; the first also the products of weights with weights, once a batch.
     dense = _counted(model, 2) - _counted(model, 1)
     positions = config.slice_size**2
@@ -53,9 +56,9 @@ def training_flops(config: SPNConfig) -> tuple[int, int]:
 
 
 def _counted(model: SPN, batch: int) -> int:
-    size = model.config.image_size
-    image = torch.zeros(batch, 3, size, size, dtype=torch.int64, device="meta")
+    size = model.config.slice_size
+    slices = torch.zeros(batch, model.config.num_slices, 3, size, size, dtype=torch.int64, device="meta")
     index = torch.zeros(batch, dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as counter:
-        model(image, index, image if model.config.num_given_bits else None)
+        model(slices, index, slices if model.config.num_given_bits else None)
     return counter.get_total_flops()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from spn.layers import GatedPixelCNNLayer, TransformerLayer, group_sizes
-from spn.model import SPN
+from spn.model import SPN, ModernDecoder
 from spn.modern import ModernLayer
 
 ALIGN = 16  # channels
@@ -96,16 +96,17 @@ class FoldedWeights:
         self.stream_sizes = group_sizes(config.residual_channels)
         self.inputs, self.gate = 3 * self.conv, 6 * self.conv
         self.width = config.num_attn_heads * config.attn_head_dim
-        self.modern = config.recipe == "modern"
+        self.modern = isinstance(decoder, ModernDecoder)
         self.table = decoder.intensity.table.weight.detach().float().contiguous()
         self.project = self._own(attention.project.weight)
         self.project_bias = attention.project.bias.detach().float().contiguous()
         self.timing = None if self.modern else attention.timing.float().contiguous()
         self.turns = attention.turns.float().contiguous() if self.modern else None
-        self.stem = None
-        if decoder.stem is not None:
+        self.stem = self.surroundings = None
+        if isinstance(decoder, ModernDecoder):
             self.stem = self._own(decoder.stem.masked_weight().permute(0, 2, 3, 1).flatten(1))
-        self.surroundings = None if decoder.surroundings is None else self._own(decoder.surroundings.weight.t())
+            if decoder.surroundings is not None:
+                self.surroundings = self._own(decoder.surroundings.weight.t())
         if self.modern:
             self.attention = [self._pack_modern_attention(layer) for layer in attention.layers]
         else:
@@ -121,7 +122,7 @@ class FoldedWeights:
         self.gate_context = self._own(torch.cat([layer.context for layer in layers]).t())  # [channels of s, L G]
         bias = torch.stack([layer.bias for layer in layers]) + shift.view(self.num_layers, self.gate)
         head = decoder.head.masked_weight().detach().double()
-        if self.modern:
+        if isinstance(decoder, ModernDecoder):
             self._pack_layers(layers)
             head = head * decoder.norm.gain.detach().double()
             maps, shift = _normed(attention.norm, decoder.direct.weight.detach().double()[:, : self.width])

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spn.config import TrainConfig
-from spn.layers import GatedPixelCNNLayer, channel_groups, rgb_mask
+from spn.layers import channel_groups, rgb_mask
 from spn.model import SPN
 from spn.training import Batch, TrainState
 
@@ -50,38 +50,16 @@ def head_not_masked(model: SPN) -> None:
     model.decoder.head.mask = torch.ones_like(model.decoder.head.mask)
 
 
-def _change_filter(layer: GatedPixelCNNLayer, change: Callable[[Tensor], Tensor]) -> None:
-    """change: [2C, C, 3 rows, 3 columns] -> the same; row 2 is the pixel's own, column 1 its own."""
-    right = layer.masked_filter
-
-    def wrong() -> tuple[Tensor, Tensor]:
-        weight, bias = right()
-        return change(weight), bias
-
-    layer.masked_filter = wrong
-
-
 def left_reads_current_pixel(model: SPN) -> None:
     """The horizontal stack is not shifted: its unmasked part reads the pixel itself."""
-
-    def change(weight: Tensor) -> Tensor:
-        own = weight[:, :, 2, 0] + weight[:, :, 2, 1]
-        row = torch.stack([torch.zeros_like(own), own, torch.zeros_like(own)], dim=-1)
-        return torch.cat([weight[:, :, :2], row[:, :, None]], dim=2)
-
     for layer in model.decoder.layers:
-        _change_filter(layer, change)
+        layer.left.register_forward_pre_hook(lambda _, args: (F.pad(args[0], (0, 0, -1, 1)),))
 
 
 def vertical_reads_own_row(model: SPN) -> None:
     """The vertical stack is one row too low: it reads rows h - 1 and h, the pixel to the right too."""
-
-    def change(weight: Tensor) -> Tensor:
-        above, own = weight[:, :, :2], weight[:, :, 2:]
-        return F.pad(above, (0, 0, 1, 0)) + F.pad(own, (0, 0, 2, 0))
-
     for layer in model.decoder.layers:
-        _change_filter(layer, change)
+        layer.vertical.register_forward_pre_hook(lambda _, args: (F.pad(args[0], (0, 0, -1, 1)),))
 
 
 def attention_not_shifted(model: SPN) -> None:
@@ -92,7 +70,7 @@ def attention_not_shifted(model: SPN) -> None:
         seen[:] = [output.flatten(1, 2)]
 
     model.decoder.intensity.register_forward_hook(keep)
-    model.decoder.attention.register_forward_pre_hook(lambda _, args: (seen[0], *args[1:]))  # recipe modern: the stem
+    model.decoder.attention.project.register_forward_pre_hook(lambda _, args: (seen[0],))
 
 
 def attention_not_causal(model: SPN) -> None:

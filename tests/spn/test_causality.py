@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spn.bitdepth import stage_values
 from spn.model import SPN
+from tests.spn.whole_images import logits_of
 
 LEAK = 1e-11  # above: one value reads another; rounding stays far below
 SEEN = 1e-8  # below: one value does not read another
@@ -37,7 +38,7 @@ def logits_in_order(model: SPN, image: Tensor, given: Tensor | None) -> Tensor:
     """[B, N, V]: the logits of every value of the image in generation order, slice by slice."""
     parts = []
     for s in range(model.config.num_slices):
-        logits = model(image, torch.full((len(image),), s), given)  # [B, 3, V, h, w]
+        logits = logits_of(model, image, torch.full((len(image),), s), given)  # [B, 3, V, h, w]
         parts.append(logits.permute(0, 3, 4, 1, 2).flatten(1, 3))
     return torch.cat(parts, dim=1)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spn.decoding import Draws, decode_slice, pick, prepare
 from spn.sampling import sample_slice_slowly, uniforms
+from tests.spn.whole_images import logits_of
 
 NUM = 20_011
 EVENLY = (torch.arange(NUM, dtype=torch.float64) + 0.5) / NUM
@@ -133,6 +134,6 @@ def test_the_observer_sees_the_logits_that_each_value_was_chosen_from(tiny_spn):
     )
     assert len(seen) == 3 * 3 * 3
     with torch.no_grad():
-        full = model(drawn, torch.zeros(2, dtype=torch.long))  # [B, 3, V, h, w]
+        full = logits_of(model, drawn, torch.zeros(2, dtype=torch.long))  # [B, 3, V, h, w]
     for (row, column, channel), logits in seen.items():
         torch.testing.assert_close(logits, full[:, channel, :, row, column], rtol=0, atol=1e-9)

@@ -12,9 +12,9 @@ import torch
 
 from spn.checkpoint import save_checkpoint, start_weights
 from spn.config import TrainConfig
-from spn.gpu.compiling import MODES, compile_network
 from spn.model import SPN, nll_nats, recompute_activations
 from spn.training import TrainState
+from tests.spn.whole_images import logits_of, target_of
 
 
 def loss_and_gradients(model: SPN, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -24,7 +24,7 @@ def loss_and_gradients(model: SPN, seed: int) -> tuple[torch.Tensor, list[torch.
     given = torch.randint(2**config.num_given_bits, shape, generator=generator) if config.num_given_bits else None
     index = torch.randint(config.num_slices, (3,), generator=generator)
     torch.manual_seed(seed)  # of dropout
-    loss = nll_nats(model(image, index, given), model.target(image, index)).sum()
+    loss = nll_nats(logits_of(model, image, index, given), target_of(model, image, index)).sum()
     return loss, list(torch.autograd.grad(loss, list(model.parameters())))
 
 
@@ -52,43 +52,6 @@ def test_recomputed_activations_give_the_same_gradients(stage, dropout, tiny_con
     assert torch.equal(found[0][0], found[1][0])
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
     assert kept[1] < kept[0]
-
-
-@pytest.mark.parametrize("recipe", ["paper", "modern"])
-def test_a_network_is_compiled_as_one_graph(recipe, tiny_config):
-    """Nothing in it makes torch.compile fall back to Python in between, and the loss stays the same."""
-    part = {"recipe": recipe, "num_memory_rows": 4}
-    config = tiny_config(
-        "depth_upscale", image_size=8, scaling_factor=2, decoder={"num_layers": 7, **part}, embedder=part
-    )
-    torch.manual_seed(0)
-    model = SPN(config)
-    loss, gradients = loss_and_gradients(model, seed=4)
-    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
-    compiled_loss, compiled_gradients = loss_and_gradients(model, seed=4)
-    torch.testing.assert_close(compiled_loss, loss)
-    for actual, expected in zip(compiled_gradients, gradients, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("mode", list(MODES))
-def test_compiled_networks_keep_the_layouts_that_they_have(mode, tiny_config, monkeypatch):
-    """The compiler is told not to transpose tensors of four axes, and that of a key that it knows."""
-    model = SPN(tiny_config("size_upscale", image_size=8, scaling_factor=2))
-    plain = loss_and_gradients(model, seed=4)
-    seen = []
-
-    def compiler(graph, inputs, *, config_patches, **_):
-        with torch._inductor.config.patch(config_patches):
-            config = torch._inductor.config
-            seen.append((config.layout_optimization, config.coordinate_descent_tuning, config.max_autotune))
-        return graph.forward
-
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compiler)
-    model.forward = compile_network(model.forward, mode=mode)
-    found = loss_and_gradients(model, seed=4)
-    assert seen == [(False, mode != "default", mode == "max_autotune")]
-    torch.testing.assert_close(found, plain)
 
 
 def test_training_starts_from_another_runs_averaged_weights(tiny_config, tmp_path):

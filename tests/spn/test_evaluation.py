@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from spn.evaluation import bits_per_dim, chain_nats, image_nats, scored_slices
 from spn.model import SPN
+from tests.spn.whole_images import logits_of
 
 
 def make_chain(tiny_spn, bits: tuple[int, ...], *, first: str | None, image_size: int = 4, scaling_factor: int = 2):
@@ -104,7 +105,7 @@ def test_parts_are_those_of_their_own_slices_and_bits(first, tiny_spn, random_va
         expected = torch.zeros(3, dtype=torch.float64)
         for number in numbers:
             with torch.no_grad():
-                log_p = torch.log_softmax(model(values, torch.full((3,), number), given), dim=2)
+                log_p = torch.log_softmax(logits_of(model, values, torch.full((3,), number), given), dim=2)
             own = values[:, :, number // 2 :: 2, number % 2 :: 2]
             expected -= log_p.gather(2, own[:, :, None]).sum((1, 2, 3, 4))
         torch.testing.assert_close(parts[stage], expected, rtol=1e-12, atol=1e-12)

@@ -16,6 +16,7 @@ from spn.decoding import Draws, decode_slice, prepare
 from spn.gpu.folding import FoldedWeights
 from spn.model import SPN
 from spn.sampling import sample_chain, sample_stage, slice_decoder, uniforms
+from tests.spn.whole_images import context_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -65,7 +66,7 @@ def case(model: SPN, batch: int) -> tuple[Tensor, Tensor | None, Tensor]:
     target, context = draw(batch, 3, size, size), None
     with torch.no_grad():
         if model.embedder is not None:
-            context = model.context(draw(batch, 3, full, full), torch.full((batch,), 2, device="cuda"), None)
+            context = context_of(model, draw(batch, 3, full, full), torch.full((batch,), 2, device="cuda"), None)
         exact = copy.deepcopy(model.decoder).double()
         return target, context, exact(target, None if context is None else context.double()).float()
 

@@ -13,11 +13,11 @@ import torch
 
 from spn.config import TrainConfig
 from spn.decoding import incremental_logits
-from spn.gpu.compiling import compile_network
-from spn.layers import IntensityEmbedding
-from spn.model import SPN, nll_nats
+from spn.gpu.training import FastIntensityEmbedding, speed_up
+from spn.model import SPN
 from spn.sampling import sample_chain
 from spn.training import Batch, NonFiniteLoss, TrainState, fit, train_step
+from tests.spn.whole_images import context_of, target_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -57,27 +57,13 @@ def test_training_steps_equal_the_cpus(which, optimizer, tiny_config):
     for device in ("cpu", "cuda"):
         model = networks(tiny_config)[which].to(device).double()  # so that rounding cannot turn a tiny gradient around
         state = TrainState.create(model, settings)
+        forward = speed_up(model) if device == "cuda" else model
         for step in range(3):
             batch = inputs(model, 6, step)
-            train_step(state, [moved(batch) if device == "cuda" else batch], config=settings, forward=model)
+            train_step(state, [moved(batch) if device == "cuda" else batch], config=settings, forward=forward)
         finished[device] = {name: p.detach().cpu() for name, p in model.named_parameters()}
     for name, weight in finished["cpu"].items():
         torch.testing.assert_close(finished["cuda"][name], weight, rtol=1e-6, atol=1e-9, msg=name)
-
-
-@pytest.mark.parametrize("which", range(3))
-@pytest.mark.parametrize("compiled", [False, True])
-def test_bfloat16_loss_is_close_to_float32(which, compiled, tiny_config):
-    model = networks(tiny_config)[which].cuda()
-    batch = moved(inputs(model, 64, 1))
-    forward = compile_network(model) if compiled else model
-    with torch.autocast("cuda", torch.bfloat16):
-        half = nll_nats(forward(batch.image, batch.index, batch.given), model.target(batch.image, batch.index)).sum()
-    whole = nll_nats(model(batch.image, batch.index, batch.given), model.target(batch.image, batch.index)).sum()
-    assert half.dtype == torch.float32
-    torch.testing.assert_close(half, whole, rtol=1e-2, atol=0.0)
-    half.backward()
-    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
 
 
 def test_wrong_numbers_are_reported_a_step_later(tiny_config):
@@ -136,7 +122,7 @@ def test_fit_hands_out_nothing_of_a_step_with_wrong_numbers(tiny_config):
 @pytest.mark.parametrize("shape", [(1,), (3, 5, 7), (16, 8, 8, 112), (70, 32, 32, 64)])
 def test_table_gradient_under_autocast_is_the_embeddings(num_values, shape):
     """Sums of what bfloat16 hands back, themselves in float32: few rows, many, and no multiple of a block."""
-    layer = IntensityEmbedding(num_values=num_values).cuda()
+    layer = FastIntensityEmbedding(num_values=num_values).cuda()
     values = torch.randint(num_values, (*shape, 3), device="cuda")
     upstream = torch.randn(*shape, 24, device="cuda").bfloat16().float()
     with torch.autocast("cuda", torch.bfloat16):
@@ -151,8 +137,8 @@ def test_table_gradient_under_autocast_is_the_embeddings(num_values, shape):
 def test_incremental_logits_equal_the_full_forward(which, tiny_config):
     model = networks(tiny_config)[which].cuda().double().eval()
     batch = moved(inputs(model, 3, 2))
-    context = model.context(batch.image, batch.index, batch.given)
-    target = model.target(batch.image, batch.index)
+    context = context_of(model, batch.image, batch.index, batch.given)
+    target = target_of(model, batch.image, batch.index)
     full = model.decoder(target, context)
     torch.testing.assert_close(incremental_logits(model, target, context), full, rtol=0, atol=1e-9)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from spn.bitdepth import join_depth
 from spn.layers import timing_signal
 from spn.model import SPN, nll_nats
+from tests.spn.whole_images import logits_of, target_of
 
 SUM_TO_ONE = 1e-9
 BROKEN = 1e-4  # a sum further from 1 than this is noticed beyond doubt
@@ -54,7 +55,7 @@ def log_probability(model: SPN, image: Tensor, slices: range, given: Tensor | No
     total = torch.zeros(len(image), dtype=torch.float64)
     for s in slices:
         index = torch.full((len(image),), s)
-        total -= nll_nats(model(image, index, given), model.target(image, index))
+        total -= nll_nats(logits_of(model, image, index, given), target_of(model, image, index))
     return total
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from spn.config import DecoderConfig, EmbedderConfig, SPNConfig
 from spn.model import SPN, nll_nats, parameter_counts
 from spn.ordering import image_to_slices, slices_to_image, slot_offsets
+from tests.spn.whole_images import context_of, logits_of, target_of
 
 SHAPE = dict(size_upscale=dict(num_bits=2), depth_upscale=dict(num_bits=2, num_given_bits=3))
 
@@ -122,7 +123,7 @@ def equal_embeddings(model: SPN, slices_at: dict[tuple[int, int], Tensor], targe
             slices = torch.zeros(1, size**2, *picture.shape, dtype=torch.long)
             for (di, dj), content in slices_at.items():
                 slices[0, (i + di) * size + j + dj] = content
-            features.append(model.context(slices_to_image(slices, size), torch.tensor([target]), None))
+            features.append(context_of(model, slices_to_image(slices, size), torch.tensor([target]), None))
     assert features[0].std() > 0.1, "a dead embedder is equivariant for nothing"
     return max((f - features[0]).abs().max().item() for f in features)
 
@@ -151,9 +152,9 @@ def test_shapes(num_bits, tiny_spn, random_values):
     model = tiny_spn("size_upscale", seed=0, image_size=6, scaling_factor=2, num_bits=num_bits)
     image = random_values(0, num_bits, 4, 3, 6, 6)
     index = torch.tensor([3, 0, 2, 1])
-    assert model(image, index).shape == (4, 3, 2**num_bits, 3, 3)
-    assert model.context(image, index, None).shape == (4, 3, 3, 9)
-    assert torch.equal(model.target(image, index)[0], image[0, :, 1::2, 1::2])
+    assert logits_of(model, image, index).shape == (4, 3, 2**num_bits, 3, 3)
+    assert context_of(model, image, index, None).shape == (4, 3, 3, 9)
+    assert torch.equal(target_of(model, image, index)[0], image[0, :, 1::2, 1::2])
 
 
 def test_a_batch_does_not_mix_images(tiny_spn, random_values):
@@ -162,9 +163,9 @@ def test_a_batch_does_not_mix_images(tiny_spn, random_values):
     image, given = random_values(0, 2, 6, 3, 4, 4), random_values(1, 2, 6, 3, 4, 4)
     index = torch.tensor([3, 0, 2, 1, 0, 3])
     with torch.no_grad():
-        batch = model(image, index, given)
+        batch = logits_of(model, image, index, given)
         for b in range(6):
-            single = model(image[b : b + 1], index[b : b + 1], given[b : b + 1])[0]
+            single = logits_of(model, image[b : b + 1], index[b : b + 1], given[b : b + 1])[0]
             torch.testing.assert_close(single, batch[b], rtol=1e-10, atol=1e-10)
 
 
@@ -173,8 +174,8 @@ def test_uint8_and_int64_images_give_the_same_logits(tiny_spn, random_values):
     image, given = random_values(0, 5, 2, 3, 4, 4), random_values(1, 3, 2, 3, 4, 4)
     index = torch.tensor([3, 1])
     with torch.no_grad():
-        wide = model(image, index, given)
-        assert torch.equal(model(image.to(torch.uint8), index, given.to(torch.uint8)), wide)
+        wide = logits_of(model, image, index, given)
+        assert torch.equal(logits_of(model, image.to(torch.uint8), index, given.to(torch.uint8)), wide)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -200,7 +201,7 @@ def uniform_bits_per_dim(model: SPN, image: Tensor, given: Tensor | None, slices
         nats = 0.0
         for s in slices:
             index = torch.full((len(image),), s)
-            nats += nll_nats(model(image, index, given), model.target(image, index)).mean().item()
+            nats += nll_nats(logits_of(model, image, index, given), target_of(model, image, index)).mean().item()
     return nats / math.log(2) / image[0].numel()
 
 
@@ -287,8 +288,8 @@ def test_an_untrained_network_is_near_uniform(stage, num_bits, tiny_config, rand
     given = random_values(2, given_bits, 32, 3, 8, 8) if given_bits else None
     index = torch.arange(32) % config.num_slices
     with torch.no_grad():
-        target = model.target(image, index)
-        bits = nll_nats(model(image, index, given), target).mean().item() / math.log(2) / target[0].numel()
+        target = target_of(model, image, index)
+        bits = nll_nats(logits_of(model, image, index, given), target).mean().item() / math.log(2) / target[0].numel()
     assert num_bits - 0.05 < bits < num_bits + 1
 
 
@@ -305,10 +306,10 @@ def test_overfits_one_batch(stage, tiny_config, random_values):
     index = torch.arange(config.num_slices).repeat(2)
     if stage == "first_slice":  # slice (0, 0) only: the others have no earlier slice that would tell the image
         image, index = image[:: config.num_slices], index[:: config.num_slices]
-    target = model.target(image, index)
+    target = target_of(model, image, index)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(80):
-        loss = nll_nats(model(image, index, given), target).mean() / target[0].numel() / math.log(2)
+        loss = nll_nats(logits_of(model, image, index, given), target).mean() / target[0].numel() / math.log(2)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -330,10 +331,10 @@ def test_dropout_acts_in_training_only(tiny_config, random_values):
     model = SPN(config)
     image, index = random_values(0, 2, 4, 3, 4, 4), torch.arange(4)
     with torch.no_grad():
-        assert not torch.equal(model(image, index), model(image, index))
-        assert not torch.equal(model.context(image, index, None), model.context(image, index, None))
+        assert not torch.equal(logits_of(model, image, index), logits_of(model, image, index))
+        assert not torch.equal(context_of(model, image, index, None), context_of(model, image, index, None))
         model.eval()
-        assert torch.equal(model(image, index), model(image, index))
+        assert torch.equal(logits_of(model, image, index), logits_of(model, image, index))
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
@@ -343,7 +344,7 @@ def test_dropout_acts_in_training_only(tiny_config, random_values):
 def test_images_of_another_shape_are_refused(shape, tiny_spn):
     model = tiny_spn("size_upscale", seed=0, image_size=4, scaling_factor=2)
     with pytest.raises(AssertionError):
-        model(torch.zeros(shape, dtype=torch.long), torch.zeros(1, dtype=torch.long))
+        logits_of(model, torch.zeros(shape, dtype=torch.long), torch.zeros(1, dtype=torch.long))
 
 
 def test_high_bits_are_given_exactly_to_depth_upscaling(tiny_spn):

@@ -17,6 +17,7 @@ import torch
 from spn.layers import channel_groups
 from spn.model import SPN, cosines, nll_nats
 from spn.modern import CausalStem, GroupNorm, ModernLayer, rotary_turns, rotate
+from tests.spn.whole_images import logits_of, target_of
 
 MODERN = {"recipe": "modern", "num_memory_rows": 10}
 
@@ -82,7 +83,9 @@ def test_a_new_layer_is_the_identity_and_can_learn(tiny_config):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(60):
-        loss = nll_nats(model(image, index), model.target(image, index)).sum() / (2 * 3 * 16) / math.log(2)
+        loss = (
+            nll_nats(logits_of(model, image, index), target_of(model, image, index)).sum() / (2 * 3 * 16) / math.log(2)
+        )
         losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()

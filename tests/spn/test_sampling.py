@@ -20,6 +20,7 @@ from spn.evaluation import chain_nats, image_nats
 from spn.model import SPN
 from spn.ordering import image_to_slices, slices_to_image
 from spn.sampling import rows_to_sample, sample_chain, sample_slice_slowly, sample_stage, uniforms
+from tests.spn.whole_images import context_of, logits_of, target_of
 
 UNEVEN = dict(num_layers=3, conv_channels=7, residual_channels=11, num_attn_layers=1, num_attn_heads=3)
 DECODERS = {"paper": UNEVEN, "modern": dict(UNEVEN, recipe="modern")}
@@ -41,7 +42,7 @@ def sample_stage_slowly(
             slices[:, 0] = first
             continue
         index = torch.full((len(uniform),), number)
-        context = model.context(slices_to_image(slices, config.scaling_factor), index, given)
+        context = context_of(model, slices_to_image(slices, config.scaling_factor), index, given)
         slices[:, number] = sample_slice_slowly(model, context, Draws(numbers[:, number], temperature=temperature))
     return slices[:, 0] if config.stage == "first_slice" else slices_to_image(slices, config.scaling_factor)
 
@@ -78,7 +79,7 @@ def test_a_very_low_temperature_takes_the_most_likely_value(stage_network):
         image = sample_stage(model, torch.rand((3, 3, size, size), dtype=torch.float64), temperature=1e-6)
         for number in range(model.config.num_slices):
             index = torch.full((3,), number)
-            assert torch.equal(model(image, index).argmax(2), model.target(image, index))
+            assert torch.equal(logits_of(model, image, index).argmax(2), target_of(model, image, index))
 
 
 def test_a_lower_temperature_gives_likelier_images(stage_network):
@@ -338,7 +339,7 @@ def test_frequencies_of_one_pixel(temperature, tiny_spn):
     model = tiny_spn("baseline", seed=21, image_size=1, scaling_factor=1, num_bits=2)
     every = all_images(2, 1)
     with torch.no_grad():
-        logits = model(every, torch.zeros(len(every), dtype=torch.long))[..., 0, 0]  # [64, 3, V]
+        logits = logits_of(model, every, torch.zeros(len(every), dtype=torch.long))[..., 0, 0]  # [64, 3, V]
     log_p = torch.log_softmax(logits / temperature, -1).gather(2, every[..., 0]).sum((1, 2))
     uniform = torch.rand((20_000, 3, 1, 1), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     drawn = sample_stage(model, uniform, temperature=temperature)

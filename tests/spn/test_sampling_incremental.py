@@ -16,6 +16,7 @@ from spn.decoding import Draws, decode_slice, incremental_logits, prepare
 from spn.evaluation import image_nats
 from spn.model import SPN
 from spn.sampling import sample_stage, uniforms
+from tests.spn.whole_images import context_of, logits_of, target_of
 
 # Channel counts that 3 does not divide, odd numbers of layers, no attention, a single layer, groups without a channel.
 SHAPES = {
@@ -42,8 +43,8 @@ def difference(model: SPN, batch: tuple[Tensor, Tensor, Tensor | None]) -> float
     """Largest difference between incremental logits and the full forward, over every slice, position and channel."""
     image, index, given = batch
     with torch.no_grad():
-        full = model(image, index, given)
-        fast = incremental_logits(model, model.target(image, index), model.context(image, index, given))
+        full = logits_of(model, image, index, given)
+        fast = incremental_logits(model, target_of(model, image, index), context_of(model, image, index, given))
     assert full.abs().max() > 0.1  # logits that are all but zero would prove nothing
     return float((fast - full).abs().max())
 
@@ -192,7 +193,7 @@ def decode_in_steps(model: SPN, target: Tensor, context: Tensor | None) -> Itera
 def test_two_decodes_that_take_turns_do_not_disturb_each_other(stage_network, random_values):
     model = stage_network("size_upscale_2", seed=5)
     image, index, _ = every_slice(model, 5, random_values)
-    target, context = model.target(image, index), model.context(image, index, None)
+    target, context = target_of(model, image, index), context_of(model, image, index, None)
     one, other = slice(0, 3), slice(3, 4)  # of different batch sizes too
     alone = [list(decode_in_steps(model, target[part], context[part])) for part in (one, other)]
     turns = [decode_in_steps(model, target[part], context[part]) for part in (one, other)]
@@ -200,7 +201,7 @@ def test_two_decodes_that_take_turns_do_not_disturb_each_other(stage_network, ra
     assert len(taken) == 3 * 4 * 4
     for (a, b), x, y in zip(taken, *alone, strict=True):
         assert torch.equal(a, x) and torch.equal(b, y)
-    full = model(image, index)[one]
+    full = logits_of(model, image, index)[one]
     torch.testing.assert_close(taken[-1][0], full[:, 2, :, -1, -1], rtol=0, atol=1e-9)
 
 

@@ -17,6 +17,7 @@ from spn.config import TrainConfig
 from spn.evaluation import bits_per_dim, image_nats
 from spn.model import nll_nats
 from spn.training import Batch, NonFiniteLoss, TrainState, bits_per_dim_estimate, fit, part_of_image, train_step
+from tests.spn.whole_images import logits_of, target_of
 
 STAGES = [("baseline", 1), ("first_slice", 2), ("size_upscale", 2), ("depth_upscale", 2)]
 
@@ -37,7 +38,7 @@ def test_estimate_is_unbiased(stage, scaling_factor, seed, tiny_spn, make_batch)
     for number in slices:
         index = torch.full((5,), number)
         with torch.no_grad():
-            nats = nll_nats(model(batch.image, index, batch.given), model.target(batch.image, index))
+            nats = nll_nats(logits_of(model, batch.image, index, batch.given), target_of(model, batch.image, index))
         estimates.append(bits_per_dim_estimate(float(nats.sum()), num_images=5, config=config))
     assert sum(estimates) / len(estimates) == pytest.approx(bits_per_dim(exact, num_images=5, image_size=4), rel=1e-12)
     assert len(slices) == 1 or max(estimates) > 1.001 * min(estimates)  # slices differ: the mean is no accident
@@ -51,7 +52,8 @@ def test_estimate_is_unbiased_over_random_slices(tiny_spn, make_batch):
     index = torch.randint(4, (4000,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         nats = nll_nats(
-            model(image.expand(4000, -1, -1, -1), index), model.target(image.expand(4000, -1, -1, -1), index)
+            logits_of(model, image.expand(4000, -1, -1, -1), index),
+            target_of(model, image.expand(4000, -1, -1, -1), index),
         )
     estimate = bits_per_dim_estimate(float(nats.sum()), num_images=4000, config=model.config)
     spread = float(nats.std()) / (3 * 4) / math.log(2) / 4000**0.5
@@ -116,7 +118,7 @@ def test_synchronisation_only_at_the_last_micro_batch(network, settings, make_ba
             return Context()
 
         def __call__(self, image: Tensor, index: Tensor, given: Tensor | None) -> Tensor:
-            logits = model(image, index, given)
+            logits = logits_of(model, image, index, given)
             events.append("forward")
             logits.register_hook(lambda _: events.append("backward"))
             return logits

@@ -17,6 +17,7 @@ from spn.config import TrainConfig
 from spn.evaluation import image_nats
 from spn.model import SPN, nll_nats
 from spn.training import Batch, TrainState, fit
+from tests.spn.whole_images import logits_of, target_of
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
 
@@ -51,7 +52,10 @@ def test_fit_logs_validates_and_saves_at_the_right_steps(network, settings, batc
     def taken() -> Iterator[list[Batch]]:
         for micro in batches_from(model, 0):
             with torch.no_grad():
-                scored = [nll_nats(model(b.image, b.index), model.target(b.image, b.index)).sum() for b in micro]
+                scored = [
+                    nll_nats(logits_of(model, b.image, b.index), target_of(model, b.image, b.index)).sum()
+                    for b in micro
+                ]
             nats.append(float(sum(scored)))
             yield micro
 
