@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from spn.bitdepth import join_depth
-from spn.config import PRECISIONS, SPNConfig
+from spn.config import DECODERS, PRECISIONS, SPNConfig
 from spn.decoding import Draws, decode_slice, prepare
 from spn.model import SPN
 from spn.ordering import image_to_slices, slices_to_image
@@ -45,20 +46,36 @@ EMBEDDED_AT_ONCE = 64  # images; enough to fill a GPU, so that its memory is lef
 
 
 def slice_decoder(
-    model: SPN, batch: int, *, temperature: float = 1.0, top_p: float | None = None, precision: str = "float32"
+    model: SPN,
+    batch: int,
+    *,
+    temperature: float = 1.0,
+    top_p: float | None = None,
+    precision: str = "float32",
+    decoder: str = "auto",
 ) -> Decode:
-    """What decodes slices of a network in batches of one size: fused kernels on a GPU, plain torch elsewhere.
+    """What decodes slices of a network in batches of one size.
 
-    precision: of weights and caches on a GPU; elsewhere they are the network's own. Raises ValueError for another one.
+    decoder: fused, the kernels of spn/gpu; plain, decoding.py on any device; auto, fused on a GPU if they cover the
+    network, otherwise plain. precision: of the weights and caches of fused; those of plain are the network's own.
+    Raises ValueError for another decoder or precision, and where fused is asked for but impossible.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
-    if next(model.parameters()).device.type != "cuda":
-        return functools.partial(decode_slice, prepare(model))
-    from spn.gpu.fused import FusedDecoder  # Triton comes with the builds of torch for GPUs only
+    for name, value, allowed in (("precision", precision, PRECISIONS), ("decoder", decoder, DECODERS)):
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    if decoder == "fused" or (decoder == "auto" and on_gpu):
+        from spn.gpu.folding import not_covered
+        from spn.gpu.fused import FusedDecoder
 
-    dtype = getattr(torch, precision)
-    return FusedDecoder(model, batch, dtype=dtype, temperature=temperature, top_p=top_p)
+        reason = not_covered(model) if on_gpu else "the network is not on a GPU"
+        if reason is None:
+            dtype = getattr(torch, precision)
+            return FusedDecoder(model, batch, dtype=dtype, temperature=temperature, top_p=top_p)
+        if decoder == "fused":
+            raise ValueError(f"decoder is 'fused', but {reason}")
+        logging.getLogger(__name__).warning("%s is sampled by the plain decoder: %s", model.config.stage, reason)
+    return functools.partial(decode_slice, prepare(model))
 
 
 @torch.no_grad()
@@ -72,6 +89,7 @@ def sample_stage(
     temperature: float = 1.0,
     top_p: float | None = None,
     precision: str = "float32",
+    decoder: str = "auto",
     decoders: dict[Any, Decode] | None = None,
     on_row: Callable[[], None] | None = None,
 ) -> Tensor:
@@ -80,16 +98,18 @@ def sample_stage(
     uniform [B, 3, H, W]: `uniforms`, one number for each value of the image. given [B, 3, H, W]: more significant
     bits, for depth upscaling. slices [B, k, 3, h, w]: the first k slices in subscale order, kept as they are; rows
     [B, 3, k, w]: the first k rows of the first slice that is drawn, kept as they are. Both are prefixes of the order of
-    generation, so what is drawn after them follows the model's exact conditional. precision: see `slice_decoder`;
-    decoders: a dictionary that a caller who draws batch after batch keeps, since a GPU's are recorded at their first
-    use; they hold the weights as they were then. `on_row` is called after each row of pixels of each slice. Raises
-    ValueError for a temperature, top_p or precision out of range.
+    generation, so what is drawn after them follows the model's exact conditional. precision, decoder: see
+    `slice_decoder`; decoders: a dictionary that a caller who draws batch after batch keeps, since a GPU's are recorded
+    at their first use; they hold the weights as they were then. `on_row` is called after each row of pixels of each slice. Raises
+    ValueError for a temperature, top_p, precision or decoder out of range.
     """
     assert not model.training, "dropout would draw from another network than the one at hand"
     config, batch = model.config, len(uniform)
-    decoders, key = {} if decoders is None else decoders, (model, batch, temperature, top_p, precision)
+    decoders, key = {} if decoders is None else decoders, (model, batch, temperature, top_p, precision, decoder)
     if key not in decoders:
-        decoders[key] = slice_decoder(model, batch, temperature=temperature, top_p=top_p, precision=precision)
+        decoders[key] = slice_decoder(
+            model, batch, temperature=temperature, top_p=top_p, precision=precision, decoder=decoder
+        )
     on_gpu = uniform.device.type == "cuda"
     numbers = image_to_slices(uniform, config.scaling_factor)
     given = None if given is None else image_to_slices(given, config.scaling_factor)
@@ -144,6 +164,7 @@ def sample_chain(
     rows: Tensor | None = None,
     image: Tensor | None = None,
     precision: str = "float32",
+    decoder: str = "auto",
     decoders: dict[Any, Decode] | None = None,
     on_row: Callable[[], None] | None = None,
 ) -> dict[str, Tensor]:
@@ -152,7 +173,7 @@ def sample_chain(
     first_slice gives [B, 3, h, w] of d1 bits, size_upscale (or baseline) [B, 3, H, W] of d1 bits, each depth_upscale
     the image at its depth. models are in the order of generation; images are what seeds each image's draws. A chain may
     start later, from values that are kept: `slices` [B, k, 3, h, w] or `rows` [B, 3, k, W] for a size_upscale or
-    baseline that comes first (see `sample_stage`, also for precision and decoders), `image` [B, 3, H, W] for a
+    baseline that comes first (see `sample_stage`, also for precision, decoder and decoders), `image` [B, 3, H, W] for a
     depth_upscale that comes first.
     """
     known: dict[str, Tensor] = {}
@@ -168,6 +189,7 @@ def sample_chain(
             temperature=(temperature or {}).get(stage, 1.0),
             top_p=(top_p or {}).get(stage),
             precision=precision,
+            decoder=decoder,
             decoders=decoders,
             on_row=on_row,
         )

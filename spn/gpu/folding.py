@@ -14,13 +14,15 @@ stream, G = 6 P channels of a gate: R, G, B, of each tanh and sigmoid.
 
 from __future__ import annotations
 
+import re
 from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 
+from spn.gpu.training import FastModernDecoder, FastPaperDecoder
 from spn.layers import GatedPixelCNNLayer, TransformerLayer, group_sizes
-from spn.model import SPN, ModernDecoder
+from spn.model import SPN, ModernDecoder, PaperDecoder
 from spn.modern import ModernLayer
 
 ALIGN = 16  # channels
@@ -57,6 +59,27 @@ def _normed(norm: nn.Module, weight: Tensor) -> tuple[Tensor, Tensor]:
     if isinstance(norm, nn.LayerNorm):
         weight = weight - weight.mean(1, keepdim=True)
     return weight, bias
+
+
+# The parameters that are read here: a decoder with any other one is not covered.
+READ = re.compile(
+    r"(intensity\.table|stem|surroundings|direct)\.weight|norm\.gain|(head|attention\.(project|norm))\.(weight|bias)"
+    r"|attention\.layers\.\d+\.((attn|memory|ffn)_norm\.(weight|bias)|(attn\.qkv|attn\.out|memory\.query|memory\.out"
+    r"|qkv|attn_out|ffn_in|ffn_out)\.weight|memory\.(keys|values))"
+    r"|layers\.\d+\.(norm\.gain|(down|vertical|current|up)\.(weight|bias)|(link|left|cond)\.weight)"
+)
+
+
+def not_covered(model: SPN) -> str | None:
+    """Why the fused kernels cannot decode this network; None if they can."""
+    decoder = model.decoder
+    if type(decoder) not in (PaperDecoder, ModernDecoder, FastPaperDecoder, FastModernDecoder):
+        return f"the fused kernels do not know the decoder {type(decoder).__name__}"
+    for module in decoder.modules():
+        if not type(module).__module__.startswith(("spn.", "torch.")):
+            return f"the fused kernels do not know the decoder's {type(module).__name__}"
+    unread = [name for name, _ in decoder.named_parameters() if not READ.fullmatch(name)]
+    return f"the fused kernels do not read the decoder's {unread[0]}" if unread else None
 
 
 class _Gates:

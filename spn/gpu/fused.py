@@ -74,11 +74,6 @@ class FusedDecoder:
 
     # ---- buffers ----------------------------------------------------------------------------------------------
 
-    def resize(self, batch: int) -> None:
-        """Caches and states for another batch, empty; nothing is recorded then."""
-        self.batch, self.graph = batch, None
-        self._allocate(record=self.logits is not None)
-
     def _allocate(self, record: bool) -> None:
         batch, size, layers = self.batch, self.size, self.num_layers
 

@@ -146,7 +146,7 @@ def test_load_model_is_ready_for_evaluation(stage, scaling_factor, trained, make
     assert_bitwise(parameters(load_model(tmp_path, averaged=False)), parameters(state.model))
     batch = make_batch(state.model, 0, 3)
     with torch.no_grad(), state.polyak.applied(state.model):
-        expected = state.model.eval()(batch.image, batch.index, batch.given)
+        expected = logits_of(state.model.eval(), batch.image, batch.index, batch.given)
         assert torch.equal(logits_of(model, batch.image, batch.index, batch.given), expected)
 
 

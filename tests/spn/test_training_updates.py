@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from spn.config import TrainConfig
 from spn.optimizers import TFRMSProp, make_optimizer
 from spn.training import Polyak, TrainState, learning_rate, train_step
-from tests.spn.whole_images import target_of
+from tests.spn.whole_images import logits_of, target_of
 
 STAGES = [("baseline", 1), ("first_slice", 2), ("size_upscale", 2), ("depth_upscale", 2)]
 
@@ -136,7 +136,7 @@ def test_train_step_is_rmsprop_on_the_mean_nll(stage, scaling_factor, tiny_spn, 
     for step, batch in enumerate(make_batch(model, s, 4) for s in range(3)):
         mirror.load_state_dict(model.state_dict())
         mirror.zero_grad()
-        logits = mirror(batch.image, batch.index, batch.given)  # [B, 3, V, h, w]
+        logits = logits_of(mirror, batch.image, batch.index, batch.given)  # [B, 3, V, h, w]
         target = target_of(mirror, batch.image, batch.index)
         chosen = torch.log_softmax(logits, 2).gather(2, target[:, :, None])
         (-chosen.mean()).backward()

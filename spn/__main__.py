@@ -1,0 +1,113 @@
+"""Trains a tiny SPN on crops of one photo and draws pictures with it, in about a minute on a CPU.
+
+    python -m spn PHOTO [--steps 300] [--out spn.png]
+
+The shortest way through the whole method: crops of a photo are cut into slices (spn/ordering.py), the network learns
+each slice given those before it (spn/model.py), and draws pixel by pixel, slice by slice (spn/sampling.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from spn.bitdepth import reduce_depth, to_display
+from spn.config import DecoderConfig, EmbedderConfig, SPNConfig, TrainConfig
+from spn.evaluation import bits_per_dim, image_nats
+from spn.model import SPN
+from spn.sampling import sample_chain
+from spn.training import Batch, TrainState, fit
+
+WIDTHS = dict(conv_channels=32, residual_channels=72, num_attn_layers=2, num_attn_heads=4, attn_head_dim=16)
+NETWORK = SPNConfig(
+    stage="size_upscale",
+    image_size=32,
+    scaling_factor=4,  # 16 slices of 8 x 8 pixels
+    num_bits=3,
+    decoder=DecoderConfig(num_layers=3, num_memory_rows=128, recipe="modern", **WIDTHS),
+    embedder=EmbedderConfig(num_conv_layers=2, num_memory_rows=128, recipe="modern", **WIDTHS),
+)
+
+
+def crops(photo: Tensor, number: int, generator: torch.Generator) -> Tensor:
+    """[number, 3, 32, 32] at random places of photo [3, H, W]."""
+    size = NETWORK.image_size
+    rows, columns = (torch.randint(length - size + 1, (number,), generator=generator) for length in photo.shape[1:])
+    places = zip(rows.tolist(), columns.tolist(), strict=True)
+    return torch.stack([photo[:, row : row + size, column : column + size] for row, column in places])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m spn", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("photo", type=Path)
+    parser.add_argument("--steps", type=int, default=300, help="of training (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("spn.png"), help="the picture (default: %(default)s)")
+    options = parser.parse_args(arguments)
+
+    image = Image.open(options.photo).convert("RGB").resize((144, 96), Image.Resampling.BOX)
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).long()  # [3, 96, 144]
+    values = reduce_depth(pixels, from_bits=8, to_bits=NETWORK.num_bits)
+    learned, held_out = values[:, :, :108], values[:, :, 108:]  # the right quarter is for measuring
+
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    state = TrainState.create(SPN(NETWORK), train_config(options.steps))
+    model = state.model
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {options.steps} steps of 16 slices")
+
+    def batches() -> Iterator[list[Batch]]:
+        while True:
+            index = torch.randint(NETWORK.num_slices, (16,), generator=generator)
+            yield [Batch(crops(learned, 16, generator), index, None, ["crop"] * 16)]
+
+    def evaluate() -> float:
+        test = crops(held_out, 32, torch.Generator().manual_seed(1))
+        nats = image_nats(model, test, None, slices=range(NETWORK.num_slices))
+        return bits_per_dim(float(nats.sum()), num_images=len(test), image_size=NETWORK.image_size)
+
+    def show(step: int, metrics: dict[str, float]) -> None:
+        for name in ("train/bits_per_dim", "valid/bits_per_dim"):
+            if name in metrics:
+                print(f"step {step:4} of {options.steps}: {name} {metrics[name]:.3f}", flush=True)
+
+    fit(
+        state,
+        config=train_config(options.steps),
+        batches=batches(),
+        forward=model,
+        evaluate=evaluate,
+        on_log=show,
+        on_checkpoint=lambda state, score: None,
+    )
+    print(f"a uniform guess has {NETWORK.num_bits} bits/dim; drawing 12 pictures of 32 x 32", flush=True)
+    with state.polyak.applied(model):
+        drawn = sample_chain({"size_upscale": model.eval()}, seed=0, images=range(12))["size_upscale"]
+    rows = torch.cat([crops(learned, 4, generator), drawn]).unflatten(0, (4, 4))  # [4 rows, 4 columns, 3, 32, 32]
+    sheet = to_display(rows.permute(0, 3, 1, 4, 2).flatten(0, 1).flatten(1, 2), num_bits=NETWORK.num_bits)
+    Image.fromarray(sheet.numpy().astype(np.uint8)).resize((512, 512), Image.Resampling.NEAREST).save(options.out)
+    print(f"{options.out.resolve()}: crops of the photo in the top row, below them what the network drew")
+
+
+def train_config(num_steps: int) -> TrainConfig:
+    return TrainConfig(
+        num_steps=num_steps,
+        batch_size=16,
+        optimizer="adamw",
+        learning_rate=3e-3,
+        schedule="cosine",
+        warmup_steps=20,
+        polyak_decay=0.98,
+        eval_every_steps=num_steps,  # validates once, at the end
+        checkpoint_every_steps=num_steps,
+        log_every_steps=20,
+    )
+
+
+if __name__ == "__main__":
+    main()
