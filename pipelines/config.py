@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from data_prep.config import DataConfig
-from spn.config import PRECISIONS, STAGES, DecoderConfig, EmbedderConfig, SPNConfig, TrainConfig
+from spn.config import DECODERS, PRECISIONS, STAGES, DecoderConfig, EmbedderConfig, SPNConfig, TrainConfig
 
 if TYPE_CHECKING:
     from pipelines.nodes.images import UserImages
@@ -29,7 +29,6 @@ SYSTEMS = (  # the paper's: decoder baseline, SPN, size, depth, and full multidi
     ("first_slice", "size_upscale", "depth_upscale"),
 )
 USES = ("size_upscale", "depth_upscale", "complete")  # what can be made of the user's images
-DECODERS = ("auto", "fused", "plain")
 
 
 def _at_least(owner: object, least: float, *names: str) -> None:

@@ -164,6 +164,16 @@ def bits_per_dim_estimate(nats: float, *, num_images: int, config: SPNConfig) ->
     return nats / dims / math.log(2) * part_of_image(config)
 
 
+def batch_nats(model: SPN, batch: Batch, *, config: TrainConfig, forward: Callable[..., Tensor]) -> Tensor:
+    """Summed nats of a micro-batch's target slices; images are cut into slices here, once."""
+    size = model.config.scaling_factor
+    slices = image_to_slices(batch.image, size)
+    given = None if batch.given is None else image_to_slices(batch.given, size)
+    with torch.autocast(slices.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
+        logits = forward(slices, batch.index, given)
+    return nll_nats(logits, target_slices(slices, batch.index)).sum()
+
+
 def train_step(
     state: TrainState, micro_batches: Sequence[Batch], *, config: TrainConfig, forward: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
@@ -173,7 +183,6 @@ def train_step(
     Raises NonFiniteLoss: on a CPU before the weights change, on a GPU one step later or in `state.check`.
     """
     device = next(state.model.parameters()).device
-    size = state.model.config.scaling_factor
     num_images = sum(len(batch.index) for batch in micro_batches)
     dims = num_images * 3 * state.model.config.slice_size**2
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -183,11 +192,7 @@ def train_step(
         if batch.seed is not None:
             torch.manual_seed(batch.seed)
         with contextlib.nullcontext() if last else no_sync():
-            slices = image_to_slices(batch.image, size)
-            given = None if batch.given is None else image_to_slices(batch.given, size)
-            with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-                logits = forward(slices, batch.index, given)
-            nats = nll_nats(logits, target_slices(slices, batch.index)).sum()
+            nats = batch_nats(state.model, batch, config=config, forward=forward)
             (nats / dims).backward()
         total += nats.detach()
     limit = math.inf if config.grad_clip is None else config.grad_clip

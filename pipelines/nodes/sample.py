@@ -248,6 +248,7 @@ class DrawingWorker:
                         temperature=config.temperature[stage],
                         top_p=config.top_p[stage],
                         precision=config.precision,
+                        decoder=config.decoder,
                         decoders=self.decoders,
                         on_row=stop,
                     )
@@ -280,6 +281,7 @@ class DrawingWorker:
             temperature=config.temperature,
             top_p=config.top_p,
             precision=config.precision,
+            decoder=config.decoder,
             decoders=self.decoders,
             **self._start(images),
             on_row=on_row,

@@ -38,8 +38,8 @@ from spn.bitdepth import stage_values
 from spn.checkpoint import CONFIG, EMA, check_start, load_trainer, load_weights, save_checkpoint, start_weights
 from spn.config import SPNConfig, TrainConfig
 from spn.evaluation import EVAL_BATCH, bits_per_dim, image_nats, scored_slices
-from spn.model import SPN, nll_nats, recompute_activations
-from spn.training import Batch, TrainState, fit
+from spn.model import SPN, recompute_activations
+from spn.training import Batch, TrainState, batch_nats, fit
 
 if TYPE_CHECKING:  # types only: rules of the configuration do not change what is trained
     from pipelines.config import TrainNodeConfig
@@ -277,19 +277,19 @@ def train_worker(job: Job) -> None:
 
 
 def make_forward(model: nn.Module, config: TrainConfig) -> Callable[..., Tensor]:
-    """What a training step calls instead of the model: compiled if asked for, wrapped where there are several workers.
+    """What a training step calls instead of the model: its fast forms, compiled if asked for, and wrapped where there
+    are several workers.
 
     The wrapper has `no_sync`, so that only a step's last micro-batch exchanges gradients. It begins with rank 0's
     weights on all workers.
     """
-    forward: Callable[..., Tensor] = model
-    if config.compile:
-        from spn.gpu.compiling import compile_network
+    from spn.gpu.training import speed_up
 
+    if config.compile:
         # By default the compiler cuts the graph into pieces, so that the exchange begins before the backward pass ends.
         # Once in a whole optimiser step that saves less than the cuts cost in every micro-batch.
         torch._dynamo.config.optimize_ddp = False
-        forward = compile_network(model, mode=config.compile_mode)
+    forward = speed_up(model, compiled=config.compile, mode=config.compile_mode)
     return DistributedDataParallel(forward) if _num_workers() > 1 else forward
 
 
@@ -367,9 +367,7 @@ def try_micro_batch(model: SPN, forward: Callable[..., Tensor], config: TrainCon
             given = torch.zeros_like(image) if model.config.num_given_bits else None
             index = torch.zeros(size, dtype=torch.long, device=device)
             values, above = image[:size], None if given is None else given[:size]
-            with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-                logits = forward(values, index, above)
-            nll_nats(logits, model.target(values, index)).sum().backward()
+            batch_nats(model, Batch(values, index, above, []), config=config, forward=forward).backward()
             del optimizer_state
         finally:
             for p in weights:
