@@ -11,18 +11,17 @@ Exit codes: 0 done, 1 a node failed, 2 unusable arguments, config or data (one l
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from data_prep.files import UserError, printable
+from pipelines import inspection
 from pipelines.config import ExperimentConfig, nearest, stage_names, train_node
 from pipelines.dag.masking import masked_output
 from pipelines.loading import load, preset_names
 from pipelines.overrides import notes, what_runs
-from pipelines.start import collect_garbage, show_status, start
+from pipelines.start import start
 
 if TYPE_CHECKING:
     from pipelines.nodes.images import UserImages
@@ -49,7 +48,7 @@ class Parser(argparse.ArgumentParser):
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     presets = ", ".join(preset_names())
     parser.add_argument("--config", default="demo", metavar="NAME|FILE", help=f"{presets}, or a YAML file (demo)")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="single values, e.g. train.num_steps=500")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings, e.g. train.num_steps=500")
     parser.set_defaults(command=parser.prog)
 
 
@@ -91,20 +90,22 @@ def _main(argv: Sequence[str] | None, *, prog: str, only: tuple[str, ...], choos
     add_config_arguments(parser)
     if choose_stage:
         parser.add_argument("--stage", required=True, help="one of the config's stages, e.g. size_upscale")
-    choose = {"--rerun": "run again although up to date", "--keep": "keep the output, whatever changed"}
+    choose = {"--rerun": "run again even if up to date", "--keep": "keep the present output, whatever changed"}
     if not single:
-        choose |= {"--only": "run no other nodes", "--from": "run again, with all nodes downstream"}
-        parser.add_argument("--status", action="store_true", help="print what there is of every node, run nothing")
-        parser.add_argument("--gc", action="store_true", help="list attempts that nothing needs any more, run nothing")
+        choose |= {"--only": "run these nodes only", "--from": "run again, with all nodes downstream"}
+        parser.add_argument("--status", action="store_true", help="print the state of every node, run nothing")
+        parser.add_argument("--gc", action="store_true", help="list attempts that are no longer needed, run nothing")
         parser.add_argument("--yes", action="store_true", help="with --gc: delete them")
     for option, text in choose.items():
         key = CHOICES[option]
         parser.add_argument(option, dest=key, action="append", default=[], metavar="NODE,...", help=text)
     if only == ("prepare_data",):
-        parser.add_argument("--list-sources", action="store_true", help="print what raw images can be read, and stop")
-        text = "re-read a finished data set, the config's or that at URI, and check every file, count and pixel"
+        parser.add_argument(
+            "--list-sources", action="store_true", help="print which layouts of raw images can be read, and stop"
+        )
+        text = "check every file, count and pixel of a finished dataset: the config's, or the one at URI"
         parser.add_argument("--verify", nargs="?", const="", metavar="URI", help=text)
-    parser.add_argument("--dry-run", action="store_true", help="print config and plan, run nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the config and the plan, run nothing")
     arguments = parser.parse_intermixed_args(argv)
     chosen = {
         key: _names(option, getattr(arguments, key)) for option, key in CHOICES.items() if hasattr(arguments, key)
@@ -127,15 +128,15 @@ def _looks(
 ) -> Callable[[argparse.Namespace], int] | None:
     """What an option that runs nothing does with the arguments, None without one; UserError for what it excludes."""
     looks = {
-        "--list-sources": _list_sources,
+        "--list-sources": lambda _: inspection.list_sources(),
         "--verify": _verify,
-        "--status": lambda arguments: show_status(_config_of_pipeline(arguments)),
-        "--gc": lambda arguments: collect_garbage(_config_of_pipeline(arguments), delete=arguments.yes),
+        "--status": lambda arguments: inspection.show_status(_config_of_pipeline(arguments)),
+        "--gc": lambda arguments: inspection.collect_garbage(_config_of_pipeline(arguments), delete=arguments.yes),
     }
     given = [option for option in looks if getattr(arguments, option[2:].replace("-", "_"), None) not in (None, False)]
     asked = [*given, *(["--dry-run"] if arguments.dry_run else [])]
     if getattr(arguments, "yes", False) and "--gc" not in given:
-        raise UserError("--yes belongs to --gc, which deletes what nothing needs any more")
+        raise UserError("--yes belongs to --gc, which deletes what is no longer needed")
     if len(asked) > 1:
         raise UserError(f"{asked[0]} and {asked[1]} exclude each other")
     if not given:
@@ -165,26 +166,13 @@ def _user_images(config: ExperimentConfig, only: tuple[str, ...]) -> UserImages 
     return images.for_sampling(config) if only == ("sample",) else images.for_scoring(config)
 
 
-def _list_sources(_: argparse.Namespace) -> int:
-    from data_prep.sources import describe  # imports the readers of all formats
-
-    lines = []
-    for name, layout, count in describe():
-        wrapped = textwrap.wrap(layout, 96, break_on_hyphens=False)
-        lines += [f"data.source={name}", *(f"    {line}" for line in wrapped), f"    expected: {count}", ""]
-    print("\n".join([*lines, "data.source=auto (the default) recognises them by the names of their files."]))
-    return 0
-
-
 def _verify(arguments: argparse.Namespace) -> int:
-    from pipelines.verify import dataset_of, verify_data
-
     uri, overrides = arguments.verify, arguments.overrides
     if "=" in uri.partition("/")[0]:  # `--verify key=value`: the word after the option is an override
         uri, overrides = "", [uri, *overrides]
     for override in overrides if uri else ():
-        print(f"note: {override} has no effect: --verify {uri} looks at that data set alone", file=sys.stderr)
-    return verify_data(uri or dataset_of(load(arguments.config, overrides)))
+        print(f"note: {override} has no effect: --verify {uri} looks at that dataset alone", file=sys.stderr)
+    return inspection.verify_dataset(uri or inspection.dataset_of(load(arguments.config, overrides)))
 
 
 def _names(option: str, values: Sequence[str]) -> tuple[str, ...]:
@@ -197,7 +185,8 @@ def _names(option: str, values: Sequence[str]) -> tuple[str, ...]:
 def _known_stage(config: ExperimentConfig, stage: str) -> str:
     names = stage_names(config)
     if stage not in names:
-        close = difflib.get_close_matches(stage, names, n=1, cutoff=0.5)
-        hint = f"nearest: {close[0]}; " if close else ""
-        raise UserError(f"--stage {stage}: config {config.name} has no such stage; {hint}it has {', '.join(names)}")
+        has = f"it has {', '.join(names)}"
+        near = nearest(stage, names)
+        hint = f"{near}; {has}" if near.startswith("nearest") else has
+        raise UserError(f"--stage {stage}: config {config.name} has no such stage; {hint}")
     return stage

@@ -152,7 +152,7 @@ def _at_fault(message: str, file: DictConfig, layers: Sequence[DictConfig], over
 
 def _build(file: DictConfig, layers: Sequence[DictConfig]) -> ExperimentConfig:
     """Raises _Mistake."""
-    given = OmegaConf.merge({}, *layers)
+    given = typing.cast(DictConfig, OmegaConf.merge({}, *layers))
     merged = OmegaConf.merge({}, file, *layers)
     try:
         raw: dict[Any, Any] = OmegaConf.to_container(merged, resolve=True)  # type: ignore[assignment]  # a mapping

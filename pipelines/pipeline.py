@@ -7,7 +7,7 @@ prepare_data -> train_<stage> (one each) -> evaluate, sample -> report
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from data_prep.config import DataConfig
@@ -21,6 +21,7 @@ from pipelines.config import (
     NodeResources,
     PrepareDataNodeConfig,
     ReportNodeConfig,
+    SampleConfig,
     SampleImagesNodeConfig,
     SampleNodeConfig,
     ScoreImagesNodeConfig,
@@ -196,34 +197,34 @@ def _sample_images(config: ExperimentConfig, images: UserImages) -> Node:
     )
 
 
-def _drawing(config: ExperimentConfig, stages: list[str] | tuple[str, ...]) -> DrawingConfig:
-    sample, resources = config.sample, config.resources.per_node["sample"]
+def _drawing(config: ExperimentConfig, stages: Sequence[str]) -> DrawingConfig:
+    sample, resources = _on_its_device(config), config.resources.per_node["sample"]
     return DrawingConfig(
         stages=tuple(stages),
         batch_size=sample.batch_size,
         seed=sample.seed,
         temperature={stage: sample.temperature[stage] for stage in stages},
         top_p={stage: sample.top_p[stage] for stage in stages},
-        **_on_device(config),
+        precision=sample.precision,
+        decoder=sample.decoder,
         resources=resources,
     )
 
 
-def _weights(stages: Iterable[str]) -> dict[str, tuple[str, ...]]:
+def _on_its_device(config: ExperimentConfig) -> SampleConfig:
+    """A CPU draws in float32 and by the plain decoder whatever the config says, so there it changes no fingerprint."""
+    on_gpu = config.resources.per_node["sample"].use_gpu
+    return config.sample if on_gpu else dataclasses.replace(config.sample, precision="float32", decoder="plain")
+
+
+def _weights(stages: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """What a node that loads networks reads of the train nodes."""
     return {train_node(stage): WEIGHTS for stage in stages}
 
 
-def _on_device(config: ExperimentConfig) -> dict[str, str]:
-    """A CPU draws in float32 and by the plain decoder whatever the config says, so there it changes no fingerprint."""
-    if config.resources.per_node["sample"].use_gpu:
-        return {"precision": config.sample.precision, "decoder": config.sample.decoder}
-    return {"precision": "float32", "decoder": "plain"}
-
-
 def _report(config: ExperimentConfig, stages: list[str]) -> Node:
     resources = config.resources.per_node["report"]
-    shown = dataclasses.replace(config, sample=dataclasses.replace(config.sample, **_on_device(config)))
+    shown = dataclasses.replace(config, sample=_on_its_device(config))
     return Node(
         name="report",
         function="pipelines.nodes.report:run",

@@ -1,7 +1,4 @@
-"""One start of the pipeline: check, plan, lock the run folder, join or start Ray, open MLflow, run, report.
-
-And what looks at a run folder without running anything: its status, and attempts that may be deleted.
-"""
+"""One start of the pipeline: check, plan, lock the run folder, join or start Ray, open MLflow, run, sum up."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ from pipelines import cluster, tracking
 from pipelines.config import ExperimentConfig
 from pipelines.dag import plan as planning
 from pipelines.dag import run as running
-from pipelines.dag import status
 from pipelines.dag.attempts import ERROR
 from pipelines.dag.masking import mask_uris
 from pipelines.dag.progress import Display
@@ -44,21 +40,25 @@ def start(
 ) -> int:
     """Runs the config's nodes (`only` these, if any; with `images` the one that reads them), returns the exit code.
 
-    Raises UserError before anything is written: for unknown nodes, another config's run folder or one that another
-    start holds, a cluster too small. And at the end, where nodes failed by nothing but mistakes that only they could
-    find, such as an archive that is cut off.
+    Raises UserError before anything is written: for unknown nodes, for a run folder of another config or in use, for a
+    cluster that is too small. And at the end, if nodes failed by nothing but mistakes that only they could find, such
+    as a truncated archive.
     """
     from pipelines import pipeline
 
-    store = _run_folder(config)
+    store = run_folder(config)
     only = (images.node,) if images is not None else only
-    chosen = {"only": only, "rerun": rerun, "keep": keep, "start_from": start_from}
-    # Before the source of images is looked at: a name needs no data.
-    planning.check_names([node.name for node in pipeline.nodes(config, images=images, listed=False)], **chosen)
+    # Before the raw images are listed: a name needs no data.
+    names = [node.name for node in pipeline.nodes(config, images=images, listed=False)]
+    planning.check_names(names, only=only, rerun=rerun, keep=keep, start_from=start_from)
     nodes = pipeline.nodes(config, images=images)
+
+    def make_plan() -> planning.Plan:
+        return planning.plan(nodes, store, sources=SOURCES, only=only, rerun=rerun, keep=keep, start_from=start_from)
+
     lock = Lock(store)
-    with _reading(store):
-        plan, holder = planning.plan(nodes, store, sources=SOURCES, **chosen), lock.holder()
+    with reading(store):
+        plan, holder = make_plan(), lock.holder()
     if holder and not dry_run:  # at once: Ray takes a while to start, and memory from the start that is running
         raise UserError(refusal_to_share(store, holder))
     print(to_yaml(config))
@@ -76,106 +76,15 @@ def start(
             if session.capacity is not None:
                 raise UserError(f"{shortfall}; ask for fewer or smaller workers")
             print(f"note: {shortfall} now; it waits until there is more")
-        with _locked(lock):
+        with locked(lock):
             if images is None:  # the run folder's config stays that of its pipeline
                 claim_run_folder(store, name=config.name, config_yaml=mask_uris(to_yaml(config)))
-            plan = planning.plan(nodes, store, sources=SOURCES, **chosen)  # as it is now that nobody else writes
+            plan = make_plan()  # as it is now that nobody else writes
             print("\n".join(plan.lines()), flush=True)
             report, uri = _run(plan, config, session, store, lock)
-            return _say_how_it_ended(report, store, tracking_uri=uri, whole=not only)
+            return _sum_up(report, store, tracking_uri=uri, whole=not only)
     finally:
         cluster.disconnect()
-
-
-def check_run_folder(store: Store, *, name: str) -> None:
-    """Raises UserError when the run folder was made by a config of another name."""
-    owner = run_folder_owner(store)
-    if owner is not None and owner != name:
-        raise UserError(f"{store.uri} is the run folder of config {owner!r}, not of {name!r}; choose another storage")
-
-
-def claim_run_folder(store: Store, *, name: str, config_yaml: str) -> None:
-    """Checks the run folder's owner and writes its config.yaml, which must hold `name`."""
-    check_run_folder(store, name=name)
-    store.write_text(MARKER, config_yaml)
-    assert run_folder_owner(store) == name, f"{MARKER} must hold name: {name}"
-
-
-def run_folder_owner(store: Store) -> str | None:
-    """The config name that a run folder belongs to, None for a new one. Raises UserError if config.yaml is not ours."""
-    try:
-        content = yaml.safe_load(store.read_bytes(MARKER))
-    except FileNotFoundError:
-        return None
-    except (yaml.YAMLError, UnicodeDecodeError):
-        content = None
-    if not isinstance(content, dict) or not isinstance(content.get("name"), str):
-        raise UserError(f"{store.uri_of(MARKER)} has no config name: {store.uri} does not look like a run folder")
-    return content["name"]
-
-
-def show_status(config: ExperimentConfig) -> int:
-    """Prints what the run folder holds of every node. Needs neither Ray nor MLflow."""
-    from pipelines import pipeline
-
-    store = _run_folder(config)
-    nodes = pipeline.nodes(config)
-    with _reading(store):
-        table = status.lines(planning.plan(nodes, store, sources=SOURCES))
-    print("\n".join([f"run folder: {store.uri}", *table]))
-    return DONE
-
-
-def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
-    """Lists attempts that this config's plan does not refer to and, if told so, deletes them.
-
-    Raises UserError when they are to be deleted while a start holds the run folder.
-    """
-    from pipelines import pipeline
-
-    store = _run_folder(config)
-    nodes = pipeline.nodes(config)
-    with _locked(Lock(store)) if delete and store.list("nodes") else contextlib.nullcontext():
-        with _reading(store):
-            holder = None if delete else Lock(store).holder()
-            found = status.find_garbage(planning.plan(nodes, store, sources=SOURCES), holder=holder)
-        print(f"run folder: {store.uri}")
-        for each in found:
-            print(each.line)
-        if delete:
-            status.delete(store, found)
-    size, count = sum(each.bytes for each in found), len(found)
-    what = f"{count} attempt{'' if count == 1 else 's'}, {size:,} bytes"
-    print(f"deleted: {what}" if delete else f"to be deleted by --gc --yes: {what}")
-    return DONE
-
-
-def _run_folder(config: ExperimentConfig) -> Store:
-    """Raises UserError when it cannot be read or is another config's."""
-    store = open_store(join(resolve_storage(config), config.name))
-    with _reading(store):
-        check_run_folder(store, name=config.name)
-    return store
-
-
-@contextlib.contextmanager
-def _reading(store: Store) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot read the run folder {store.uri}: {error.strerror or error}") from error
-
-
-@contextlib.contextmanager
-def _locked(lock: Lock) -> Iterator[None]:
-    try:
-        lock.acquire()
-    except OSError as error:
-        raise UserError(f"cannot write to the run folder {lock.store.uri}: {error.strerror or error}") from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _run(
@@ -205,7 +114,8 @@ def _run(
     return report, uri
 
 
-def _say_how_it_ended(report: running.RunReport, store: Store, *, tracking_uri: str, whole: bool) -> int:
+def _sum_up(report: running.RunReport, store: Store, *, tracking_uri: str, whole: bool) -> int:
+    """Prints how each node ended and where to look; the exit code."""
     from pipelines import summary
 
     print(flush=True)
@@ -218,19 +128,69 @@ def _say_how_it_ended(report: running.RunReport, store: Store, *, tracking_uri: 
                 print(f"{name} failed: {node.error}\n  its log: {join(node.uri or '', ERROR)}")
             elif node.state == "blocked":
                 print(f"{name} was not started: {node.error}")
-        print(
-            "With the cause removed, the same command goes on from here; --rerun NODE starts a node afresh.", flush=True
-        )
+        print("Fix the cause and run the same command again: it resumes from here; --rerun NODE runs a node afresh.")
         return NODE_FAILED
-    if whole:
-        summary.print_summary(report, store=store, tracking_uri=tracking_uri)
-        return DONE
-    for name, node in report.nodes.items():
-        if node.state != "not selected":
-            print(f"{name} {node.state}: {node.uri}")
-            if name == "prepare_data":
-                print("\n".join(summary.data_lines(report)))
-    for what, path in summary.publish(report, store).items():
-        print(f"{what}: {path}")
-    print(f"MLflow: {tracking.ui_command(tracking_uri)}", flush=True)
+    if not whole:
+        for name, node in report.nodes.items():
+            if node.state != "not selected":
+                print(f"{name} {node.state}: {node.uri}")
+    summary.print_summary(report, store=store, mlflow=tracking.ui_command(tracking_uri))
     return DONE
+
+
+# ---- run folders ------------------------------------------------------------------------------------------------
+
+
+def run_folder(config: ExperimentConfig) -> Store:
+    """Raises UserError when it cannot be read or is another config's."""
+    store = open_store(join(resolve_storage(config), config.name))
+    with reading(store):
+        check_run_folder(store, name=config.name)
+    return store
+
+
+def check_run_folder(store: Store, *, name: str) -> None:
+    """Raises UserError when the run folder was made by a config of another name."""
+    owner = run_folder_owner(store)
+    if owner is not None and owner != name:
+        raise UserError(f"{store.uri} is the run folder of config {owner!r}, not of {name!r}; choose another storage")
+
+
+def claim_run_folder(store: Store, *, name: str, config_yaml: str) -> None:
+    """Checks the run folder's owner and writes its config.yaml, which must hold `name`."""
+    check_run_folder(store, name=name)
+    store.write_text(MARKER, config_yaml)
+    assert run_folder_owner(store) == name, f"{MARKER} must hold name: {name}"
+
+
+def run_folder_owner(store: Store) -> str | None:
+    """The config name that a run folder belongs to, None for a new one. Raises UserError if config.yaml is not ours."""
+    try:
+        content = yaml.safe_load(store.read_bytes(MARKER))
+    except FileNotFoundError:
+        return None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        content = None
+    if not isinstance(content, dict) or not isinstance(content.get("name"), str):
+        raise UserError(f"{store.uri_of(MARKER)} has no config name: {store.uri} does not look like a run folder")
+    return content["name"]
+
+
+@contextlib.contextmanager
+def reading(store: Store) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot read the run folder {store.uri}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def locked(lock: Lock) -> Iterator[None]:
+    try:
+        lock.acquire()
+    except OSError as error:
+        raise UserError(f"cannot write to the run folder {lock.store.uri}: {error.strerror or error}") from error
+    try:
+        yield
+    finally:
+        lock.release()

@@ -13,7 +13,6 @@ from data_prep.files import Store, join, open_store
 from data_prep.parquet import open_dataset
 from pipelines.dag.run import RunReport
 from pipelines.nodes.images import SAMPLE, SCORE
-from pipelines.tracking import ui_command
 
 DATASET, SAMPLES, REPORT = "dataset", "samples", "report.html"
 OWN, RECORD = "user_images", "record.json"  # of the nodes sample_images and score_images
@@ -56,26 +55,16 @@ def _publish_own(report: RunReport, store: Store) -> dict[str, str]:
     return made
 
 
-def print_summary(report: RunReport, *, store: Store, tracking_uri: str, console: Console | None = None) -> None:
-    """Bits/dim by stage and in all, then where to look. Prints what is there: a failed start may lack some of it."""
+def print_summary(report: RunReport, *, store: Store, mlflow: str, console: Console | None = None) -> None:
+    """Prints bits/dim per stage and in all, the dataset's counts, and where to look; of each what this start has."""
     console = console or Console()
-    evaluated = report.nodes.get("evaluate")
+    evaluated, data = report.nodes.get("evaluate"), report.nodes.get("prepare_data")
     if evaluated is not None and evaluated.uri is not None:
-        results = json.loads(open_store(evaluated.uri).read_bytes("results.json"))
-        console.print(bits_table(results))
-    for line in data_lines(report):
+        console.print(bits_table(json.loads(open_store(evaluated.uri).read_bytes("results.json"))))
+    lines = card.counts(open_dataset(join(data.uri, DATASET)).manifest) if data is not None and data.uri else []
+    lines += [f"{what:<12} {where}" for what, where in {**publish(report, store), "MLflow": mlflow}.items()]
+    for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
-    for what, path in publish(report, store).items():
-        console.print(f"{what:<12} {path}", soft_wrap=True, highlight=False)
-    console.print(f"{'MLflow':<12} {ui_command(tracking_uri)}", soft_wrap=True, highlight=False)
-
-
-def data_lines(report: RunReport) -> list[str]:
-    """What the data set holds and what was left out; empty when this start has none."""
-    data = report.nodes.get("prepare_data")
-    if data is None or data.uri is None:
-        return []
-    return card.counts(open_dataset(join(data.uri, DATASET)).manifest)
 
 
 def bits_table(results: Mapping) -> Table:

@@ -93,7 +93,7 @@ REFUSED = {
     ("--status", "--only", "sample"): "--only sample: --status looks at all nodes; leave it out",
     ("--gc", "--from", "sample"): "--from sample: --gc looks at all nodes; leave it out",
     ("--status", "images=a.png"): "images is for sample.py, which starts from them, and evaluate.py, which scores them",
-    ("--yes",): "--yes belongs to --gc, which deletes what nothing needs any more",
+    ("--yes",): "--yes belongs to --gc, which deletes what is no longer needed",
     ("--rerun", "sample,"): "--rerun 'sample,': it takes node names, e.g. --rerun evaluate,sample",
     ("--only", ""): "--only '': it takes node names, e.g. --only evaluate,sample",
     ("--config", "dbug"): "unknown config 'dbug'; nearest: debug",
@@ -164,7 +164,7 @@ def test_verifying_a_named_data_set_says_what_it_does_not_read(command: Command,
     uri = str(tmp_path / "set")
     code, out, err = command(prepare_data.main, "--verify", uri, "seed=3")
     assert (code, out) == (2, "")
-    why = f"has no effect: --verify {uri} looks at that data set alone"
+    why = f"has no effect: --verify {uri} looks at that dataset alone"
     *notes, error = err.splitlines()
     assert notes == [f"note: storage={tmp_path / 'runs'} {why}", f"note: seed=3 {why}"]
     assert error.startswith(f"error: --verify {uri}: ")
@@ -370,9 +370,7 @@ def test_a_mistake_that_only_a_node_could_find_is_one_too(others: str, tmp_path:
         "b": NodeReport(others, error="needs a"),
         "c": NodeReport("executed"),
     }
-    end = functools.partial(
-        start._say_how_it_ended, RunReport(nodes), open_store(tmp_path), tracking_uri="", whole=True
-    )
+    end = functools.partial(start._sum_up, RunReport(nodes), open_store(tmp_path), tracking_uri="", whole=True)
     if others == "failed":
         assert end() == 1
     else:

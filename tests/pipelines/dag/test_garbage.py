@@ -11,7 +11,7 @@ from toy.diamond import SOURCES, carry_out, decided, diamond
 
 from data_prep.files import Store, UserError, open_store
 from data_prep.lock import Lock
-from pipelines import loading, pipeline, start
+from pipelines import inspection, loading, pipeline
 from pipelines.dag import status
 from pipelines.dag.node import Node
 
@@ -104,9 +104,9 @@ def test_what_is_newer_than_a_running_start_is_not_listed(finished: Store) -> No
 
 @pytest.fixture
 def toy_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """start's functions see the diamond in place of the pipeline's nodes."""
+    """Inspection sees the diamond in place of the pipeline's nodes."""
     monkeypatch.setattr(pipeline, "nodes", lambda config, **_: diamond())
-    monkeypatch.setattr(start, "SOURCES", SOURCES)
+    monkeypatch.setattr(inspection, "SOURCES", SOURCES)
     store = open_store(tmp_path / "runs" / "debug")
     store.write_text("config.yaml", "name: debug\n")
     carry_out(decided(store))
@@ -119,12 +119,12 @@ def test_the_list_is_dry_and_yes_deletes(
 ) -> None:
     chosen = loading.load("debug", [f"storage={tmp_path / 'runs'}"])
     before = toy_pipeline.walk()
-    assert start.collect_garbage(chosen, delete=False) == 0
+    assert inspection.collect_garbage(chosen, delete=False) == 0
     listed = capsys.readouterr().out.splitlines()
     assert toy_pipeline.walk() == before and len(listed) == 4
     size = int(listed[-1].split(", ")[1].split()[0].replace(",", ""))
     assert listed[-1] == f"to be deleted by --gc --yes: 2 attempts, {size:,} bytes"
-    assert start.collect_garbage(chosen, delete=True) == 0
+    assert inspection.collect_garbage(chosen, delete=True) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"deleted: 2 attempts, {size:,} bytes"
     freed = sum(file.bytes for file in before) - sum(file.bytes for file in toy_pipeline.walk())
     assert freed == size
@@ -135,5 +135,5 @@ def test_nothing_is_deleted_while_a_start_is_running(toy_pipeline: Store, tmp_pa
     before = len(toy_pipeline.walk("nodes"))
     with Lock(toy_pipeline):
         with pytest.raises(UserError, match="in use by process"):
-            start.collect_garbage(loading.load("debug", [f"storage={tmp_path / 'runs'}"]), delete=True)
+            inspection.collect_garbage(loading.load("debug", [f"storage={tmp_path / 'runs'}"]), delete=True)
     assert len(toy_pipeline.walk("nodes")) == before

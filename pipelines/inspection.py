@@ -1,0 +1,95 @@
+"""What runs no node: --status and --gc of a run folder, --verify of a dataset, --list-sources."""
+
+from __future__ import annotations
+
+import contextlib
+import textwrap
+
+from data_prep.files import UserError, join
+from data_prep.lock import Lock
+from pipelines.config import ExperimentConfig
+from pipelines.dag import plan as planning
+from pipelines.dag import status
+from pipelines.dag.progress import Display, Update
+from pipelines.project import SOURCES
+from pipelines.start import locked, reading, run_folder
+
+DONE, DAMAGED = 0, 1
+
+
+def show_status(config: ExperimentConfig) -> int:
+    """Prints what the run folder holds of every node. Needs neither Ray nor MLflow."""
+    from pipelines import pipeline
+
+    store = run_folder(config)
+    nodes = pipeline.nodes(config)
+    with reading(store):
+        table = status.lines(planning.plan(nodes, store, sources=SOURCES))
+    print("\n".join([f"run folder: {store.uri}", *table]))
+    return DONE
+
+
+def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
+    """Lists attempts that this config's plan does not refer to, and deletes them if asked to.
+
+    Raises UserError when they are to be deleted while a start uses the run folder.
+    """
+    from pipelines import pipeline
+
+    store = run_folder(config)
+    nodes = pipeline.nodes(config)
+    with locked(Lock(store)) if delete and store.list("nodes") else contextlib.nullcontext():
+        with reading(store):
+            holder = None if delete else Lock(store).holder()
+            found = status.find_garbage(planning.plan(nodes, store, sources=SOURCES), holder=holder)
+        print("\n".join([f"run folder: {store.uri}", *(each.line for each in found)]))
+        if delete:
+            status.delete(store, found)
+    size, count = sum(each.bytes for each in found), len(found)
+    what = f"{count} attempt{'' if count == 1 else 's'}, {size:,} bytes"
+    print(f"deleted: {what}" if delete else f"to be deleted by --gc --yes: {what}")
+    return DONE
+
+
+def verify_dataset(uri: str) -> int:
+    """Checks every file, count and pixel of the dataset at a path or URI. Raises UserError where there is none."""
+    from data_prep.card import counts
+    from data_prep.parquet import open_dataset
+    from data_prep.verify import verify
+
+    try:
+        manifest = open_dataset(uri).manifest
+        with contextlib.closing(Display()) as display:
+            problems = verify(uri, progress=lambda done, total: display.show({"verify": Update(done, total, "images")}))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--verify {uri}: {error}") from error
+    if problems:
+        print("\n".join(problems))
+        print(f"damaged: {uri} (problems: {len(problems)}; to build it anew: --rerun prepare_data)")
+        return DAMAGED
+    print("\n".join(counts(manifest)))
+    print(f"intact: {uri} ({len(manifest.shards)} files, {sum(shard.bytes for shard in manifest.shards)} bytes)")
+    return DONE
+
+
+def dataset_of(config: ExperimentConfig) -> str:
+    """URI of the dataset that the config's nodes would read now. Raises UserError when it is not built."""
+    from pipelines import pipeline
+
+    store, node = run_folder(config), "prepare_data"
+    decision = planning.plan(pipeline.nodes(config), store, sources=SOURCES, only=[node])[node]
+    if decision.success is None:
+        raise UserError(f"--verify: config {config.name} has no finished data set ({decision.reason}); build it first")
+    output = decision.success.output(store)
+    return join(output.uri, output.named["dataset"])
+
+
+def list_sources() -> int:
+    from data_prep.sources import describe  # imports the readers of all formats
+
+    for name, layout, count in describe():
+        print(f"data.source={name}")
+        print(textwrap.indent(textwrap.fill(layout, 96, break_on_hyphens=False), "    "))
+        print(f"    expected: {count}\n")
+    print("data.source=auto (the default) recognises them by the names of their files.")
+    return DONE
