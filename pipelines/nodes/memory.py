@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 
 
 def halved(size: int, *, divides: int | None = None) -> Iterator[int]:
@@ -39,15 +38,6 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def smallest_of_workers(size: int, device: torch.device) -> int:
-    """The smallest number that any worker of the process group has. All of them must call it."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return size
-    smallest = torch.tensor(size, device=device)
-    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
-    return int(smallest)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

@@ -14,7 +14,6 @@ import posixpath
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +32,10 @@ from data_prep.order import draws
 from data_prep.parquet import open_dataset
 from pipelines import ray_compat
 from pipelines.dag.node import NodeContext, NodeResult
-from pipelines.nodes.memory import free_memory, halved, largest_that_fits, smallest_of_workers
+from pipelines.nodes.memory import free_memory, halved, largest_that_fits
+from pipelines.nodes.trained import check_start_weights, start_weights_of
 from spn.bitdepth import stage_values
-from spn.checkpoint import CONFIG, EMA, check_start, load_trainer, load_weights, save_checkpoint, start_weights
+from spn.checkpoint import CONFIG, load_trainer, load_weights, save_checkpoint
 from spn.config import SPNConfig, TrainConfig
 from spn.evaluation import EVAL_BATCH, bits_per_dim, image_nats, scored_slices
 from spn.model import SPN, recompute_activations
@@ -43,24 +43,10 @@ from spn.training import Batch, TrainState, batch_nats, fit
 
 if TYPE_CHECKING:  # types only: rules of the configuration do not change what is trained
     from pipelines.config import TrainNodeConfig
-    from pipelines.dag.progress import Reporter
-    from pipelines.tracking import RunHandle
 
 HISTORY = "history.json"  # all that was logged: of the whole training, and beside each checkpoint up to it
 MICRO_BATCH = "micro_batch.json"  # what was found at the start of the attempt
 SAMPLES = "training_samples"  # key of the grids in MLflow
-
-
-@dataclass(frozen=True)
-class Job:
-    """What every worker of a training gets. Picklable."""
-
-    config: TrainNodeConfig
-    out: str  # the attempt's folder
-    micro_batch_size: int | None  # slices; None: to be found by trying
-    run: RunHandle
-    restarts: int
-    progress: Reporter
 
 
 def run(context: NodeContext[TrainNodeConfig]) -> NodeResult:
@@ -123,19 +109,12 @@ def _trainer(
     def valid_data() -> ray.data.Dataset:
         return stream(split="valid", start_row=0, num_rows=num_valid)  # a fixed set, drawn by the seed
 
-    job = Job(
-        config=config,
-        out=context.out,
-        micro_batch_size=recorded_micro_batch(store, train, num_workers=resources.num_workers),
-        run=context.run,
-        restarts=context.restarts,
-        progress=context.progress,
-    )
+    micro_batch_size = recorded_micro_batch(store, train, num_workers=resources.num_workers)
     per_worker = {"CPU": resources.cpus_per_worker}
     if resources.use_gpu:
         per_worker["GPU"] = resources.gpus_per_worker
     return TorchTrainer(
-        functools.partial(train_worker, job),
+        functools.partial(train_worker, context, micro_batch_size),
         scaling_config=ray.train.ScalingConfig(
             num_workers=resources.num_workers, use_gpu=resources.use_gpu, resources_per_worker=per_worker
         ),
@@ -179,9 +158,9 @@ def rows_to_read(train: TrainConfig, step: int) -> tuple[int, int]:
 # ---- a worker ---------------------------------------------------------------------------------------------------
 
 
-def train_worker(job: Job) -> None:
-    """What each Ray Train worker runs."""
-    node, config = job.config, job.config.train
+def train_worker(context: NodeContext[TrainNodeConfig], micro_batch_size: int | None) -> None:
+    """What each Ray Train worker runs. micro_batch_size: as recorded in the attempt; None: to be found."""
+    node, config = context.config, context.config.train
     torch.set_num_threads(max(1, int(node.resources.cpus_per_worker)))
     workers = ray.train.get_context()
     rank, num_workers = workers.get_world_rank(), workers.get_world_size()
@@ -199,24 +178,24 @@ def train_worker(job: Job) -> None:
     elif config.init_from is not None:
         state.start_from(start_weights_of(config.init_from, node.model))
     forward = make_forward(model, config)
-    share, micro_batch_size = config.batch_size // num_workers, job.micro_batch_size
+    share = config.batch_size // num_workers
     if micro_batch_size is None:
         micro_batch_size = find_micro_batch(model, forward, config, share=share, trying=device.type == "cuda")
         if rank == 0:
-            open_store(job.out).write_text(MICRO_BATCH, json.dumps({"micro_batch_size": micro_batch_size}))
+            open_store(context.out).write_text(MICRO_BATCH, json.dumps({"micro_batch_size": micro_batch_size}))
     flops_per_slice, peak = speed_limits(node.model, device)
     # Rank 0 logs the training; the first worker of every other machine opens the run for that machine's numbers alone.
-    run = job.run.open() if workers.get_local_rank() == 0 else None
+    run = context.run.open() if workers.get_local_rank() == 0 else None
     if run is not None:
         run.watch_machine(name="" if rank == 0 else f"node_{workers.get_node_rank()}")
-    if run is not None and rank == 0 and job.restarts:
+    if run is not None and rank == 0 and context.restarts:
         run.log_history(history)  # what an earlier process had measured and perhaps not sent
-        run.log_metrics({"restarts": float(job.restarts)}, step=state.step)
+        run.log_metrics({"restarts": float(context.restarts)}, step=state.step)
     note = f"{num_workers} x {micro_batch_size:,} slices x {share // micro_batch_size:,} accumulated"
 
     def on_step(step: int) -> None:
         if rank == 0:
-            job.progress.update(
+            context.progress.update(
                 step * config.batch_size, config.num_steps * config.batch_size, unit="slices", note=note
             )
 
@@ -296,6 +275,14 @@ def make_forward(model: nn.Module, config: TrainConfig) -> Callable[..., Tensor]
 def _num_workers() -> int:
     """Workers of this process's group; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def smallest_of_workers(size: int, device: torch.device) -> int:
+    """The smallest number that any worker has. All must call it."""
+    smallest = torch.tensor(size, device=device)
+    if _num_workers() > 1:
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    return int(smallest)
 
 
 def sum_over_workers(value: Tensor) -> Tensor:
@@ -466,9 +453,6 @@ class ValidImages:
         return bits_per_dim(nats.item(), num_images=self.num_images, image_size=config.image_size)
 
 
-# ---- weights from storage ---------------------------------------------------------------------------------------
-
-
 def resume(state: TrainState, folder: Path, device: torch.device) -> list[dict[str, float]]:
     """Loads a checkpoint into `state`; returns what had been logged up to it."""
     state.load(
@@ -477,27 +461,3 @@ def resume(state: TrainState, folder: Path, device: torch.device) -> list[dict[s
         trainer=load_trainer(folder),
     )
     return json.loads((folder / HISTORY).read_text())
-
-
-def check_start_weights(uri: str, config: SPNConfig) -> None:
-    """Raises UserError if a path or URI holds no checkpoint, or that of another network. It reads little."""
-    store = open_store(uri)
-    for name in (CONFIG, EMA):
-        if not store.exists(name):
-            raise UserError(f"train.init_from: {uri} has no {name}; it must be the folder of a checkpoint")
-    with tempfile.TemporaryDirectory() as folder:
-        store.download(CONFIG, Path(folder) / CONFIG)
-        try:
-            check_start(Path(folder), config)
-        except (ValueError, KeyError, TypeError) as error:  # also of a config.json that is something else
-            raise UserError(f"train.init_from: {uri}: {str(error).removeprefix('init_from: ')}") from error
-
-
-def start_weights_of(uri: str, config: SPNConfig) -> dict[str, Tensor]:
-    """Averaged weights of the checkpoint folder at a path or URI. Raises UserError as above."""
-    check_start_weights(uri, config)
-    store = open_store(uri)
-    with tempfile.TemporaryDirectory() as folder:
-        for name in (CONFIG, EMA):
-            store.download(name, Path(folder) / name)
-        return start_weights(Path(folder), config)

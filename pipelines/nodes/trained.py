@@ -1,29 +1,19 @@
-"""The networks that train nodes left on storage, loaded on this machine."""
+"""Networks on storage: those that train nodes left, and a checkpoint that a training starts from."""
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from data_prep.files import join, open_store
+from torch import Tensor
+
+from data_prep.files import UserError, join, open_store
 from pipelines.dag.node import NodeOutput
-from spn.checkpoint import CONFIG, EMA, load_config, load_model
+from spn.checkpoint import CONFIG, EMA, check_start, load_config, load_model, start_weights
 from spn.config import SPNConfig
 from spn.model import SPN
-
-
-def load_stages(inputs: Mapping[str, NodeOutput], stages: Sequence[str], *, device: str) -> dict[str, SPN]:
-    """{stage: network on Polyak-averaged weights}, in the order of `stages`, from their train nodes' outputs."""
-    models = {}
-    for stage in stages:
-        output = inputs[f"train_{stage}"]
-        store = open_store(output.uri).sub(output.named["checkpoint"])
-        with tempfile.TemporaryDirectory() as folder:
-            for name in (CONFIG, EMA):  # all that is needed: no optimiser state travels
-                store.download(name, Path(folder) / name)
-            models[stage] = load_model(Path(folder), device=device)
-    return models
 
 
 def checkpoint_uri(output: NodeOutput) -> str:
@@ -36,12 +26,48 @@ def checkpoint_step(output: NodeOutput) -> int:
     return int(output.named["checkpoint"].rsplit("-", 1)[1])
 
 
+def load_stages(inputs: Mapping[str, NodeOutput], stages: Sequence[str], *, device: str) -> dict[str, SPN]:
+    """{stage: network on Polyak-averaged weights}, in the order of `stages`, from their train nodes' outputs."""
+    models = {}
+    for stage in stages:
+        with _downloaded(checkpoint_uri(inputs[f"train_{stage}"]), CONFIG, EMA) as folder:
+            models[stage] = load_model(folder, device=device)
+    return models
+
+
 def load_stage_configs(inputs: Mapping[str, NodeOutput], stages: Sequence[str]) -> dict[str, SPNConfig]:
     """{stage: configuration of its network}, in the order of `stages`, without loading any weights."""
     configs = {}
     for stage in stages:
-        output = inputs[f"train_{stage}"]
-        with tempfile.TemporaryDirectory() as folder:
-            open_store(output.uri).sub(output.named["checkpoint"]).download(CONFIG, Path(folder) / CONFIG)
-            configs[stage] = load_config(Path(folder))
+        with _downloaded(checkpoint_uri(inputs[f"train_{stage}"]), CONFIG) as folder:
+            configs[stage] = load_config(folder)
     return configs
+
+
+def check_start_weights(uri: str, config: SPNConfig) -> None:
+    """Raises UserError if a path or URI holds no checkpoint, or that of another network. It reads little."""
+    for name in (CONFIG, EMA):
+        if not open_store(uri).exists(name):
+            raise UserError(f"train.init_from: {uri} has no {name}; it must be the folder of a checkpoint")
+    with _downloaded(uri, CONFIG) as folder:
+        try:
+            check_start(folder, config)
+        except (ValueError, KeyError, TypeError) as error:  # also of a config.json that is something else
+            raise UserError(f"train.init_from: {uri}: {str(error).removeprefix('init_from: ')}") from error
+
+
+def start_weights_of(uri: str, config: SPNConfig) -> dict[str, Tensor]:
+    """Averaged weights of the checkpoint folder at a path or URI. Raises UserError as above."""
+    check_start_weights(uri, config)
+    with _downloaded(uri, CONFIG, EMA) as folder:
+        return start_weights(folder, config)
+
+
+@contextlib.contextmanager
+def _downloaded(uri: str, *names: str) -> Iterator[Path]:
+    """These files of a checkpoint in a folder of this machine: what is not needed does not travel."""
+    store = open_store(uri)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            store.download(name, Path(folder) / name)
+        yield Path(folder)

@@ -22,8 +22,9 @@ import torch
 
 from data_prep.files import UserError, open_store
 from pipelines.config import NodeResources, TrainNodeConfig
+from pipelines.dag.node import NodeContext
 from pipelines.dag.progress import Reporter
-from pipelines.nodes import train
+from pipelines.nodes import train, trained
 from pipelines.tracking import RunHandle
 from spn.checkpoint import save_checkpoint
 from spn.config import SPNConfig, TrainConfig
@@ -227,9 +228,20 @@ def test_a_worker_records_what_it_found_before_it_trains(
         raise Trained
 
     monkeypatch.setattr(train, "fit", fit)
-    job = train.Job(config, str(tmp_path), recorded, RunHandle(), 0, Reporter("train_size_upscale"))
+    attempt = NodeContext(
+        node="train_size_upscale",
+        fingerprint="f",
+        attempt="a",
+        config=config,
+        options={},
+        inputs={},
+        out=str(tmp_path),
+        run=RunHandle(),
+        progress=Reporter("train_size_upscale"),
+        fresh=True,
+    )
     with pytest.raises(Trained):
-        train.train_worker(job)
+        train.train_worker(attempt, recorded)
     record = tmp_path / train.MICRO_BATCH
     if recorded is None:
         assert json.loads(record.read_text()) == {"micro_batch_size": 4} and handed_out == [4, 4]
@@ -252,16 +264,16 @@ def test_weights_to_start_from_are_checked_before_a_worker_starts(
 ) -> None:
     config = tiny_config("size_upscale", image_size=SIDE, scaling_factor=2)
     folder = checkpoint(tmp_path / "checkpoint", config)
-    train.check_start_weights(str(folder), config)
-    assert train.start_weights_of(str(folder), config).keys() == dict(SPN(config).named_parameters()).keys()
+    trained.check_start_weights(str(folder), config)
+    assert trained.start_weights_of(str(folder), config).keys() == dict(SPN(config).named_parameters()).keys()
     other = dataclasses.replace(config, num_bits=3)
     with pytest.raises(UserError, match=f"^train.init_from: {folder}: num_bits is 3 here, 1 in the checkpoint$"):
-        train.check_start_weights(str(folder), other)
+        trained.check_start_weights(str(folder), other)
     (folder / "config.json").write_text("[]")
     with pytest.raises(UserError, match=f"^train.init_from: {folder}: "):
-        train.check_start_weights(str(folder), config)
+        trained.check_start_weights(str(folder), config)
     with pytest.raises(UserError, match="^train.init_from: /nowhere has no config.json; it must be the folder of a "):
-        train.check_start_weights("/nowhere", config)
+        trained.check_start_weights("/nowhere", config)
 
 
 @pytest.mark.parametrize(("num_valid", "message"), [(0, "no valid images"), (1, "^train.init_from: /nowhere has no ")])
