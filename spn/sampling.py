@@ -159,7 +159,7 @@ def sample_chain(
     seed: int,
     images: Sequence[int | str],
     temperature: Mapping[str, float] | None = None,
-    top_p: Mapping[str, float] | None = None,
+    top_p: Mapping[str, float | None] | None = None,
     slices: Tensor | None = None,
     rows: Tensor | None = None,
     image: Tensor | None = None,

@@ -256,19 +256,20 @@ def train_worker(context: NodeContext[TrainNodeConfig], micro_batch_size: int | 
 
 
 def make_forward(model: nn.Module, config: TrainConfig) -> Callable[..., Tensor]:
-    """What a training step calls instead of the model: its fast forms, compiled if asked for, and wrapped where there
-    are several workers.
+    """What a training step calls instead of the model: on a GPU its fast forms, compiled if asked for; wrapped where
+    there are several workers.
 
     The wrapper has `no_sync`, so that only a step's last micro-batch exchanges gradients. It begins with rank 0's
     weights on all workers.
     """
-    from spn.gpu.training import speed_up
+    forward: Callable[..., Tensor] = model
+    if config.compile or next(model.parameters()).device.type == "cuda":
+        from spn.gpu.training import speed_up
 
-    if config.compile:
         # By default the compiler cuts the graph into pieces, so that the exchange begins before the backward pass ends.
         # Once in a whole optimiser step that saves less than the cuts cost in every micro-batch.
         torch._dynamo.config.optimize_ddp = False
-    forward = speed_up(model, compiled=config.compile, mode=config.compile_mode)
+        forward = speed_up(model, compiled=config.compile, mode=config.compile_mode)
     return DistributedDataParallel(forward) if _num_workers() > 1 else forward
 
 
