@@ -35,12 +35,12 @@ os.environ.pop("RAY_ADDRESS", None)
 
 
 # Files whose tests use Ray. Under pytest-xdist they run in one process: two sessions at once would have too few cores.
-WITH_RAY = {"test_build", "test_cluster", "test_damage", "test_drawing", "test_end_to_end", "test_ingest"}
+WITH_RAY = {"test_build", "test_cluster", "test_damage", "test_end_to_end", "test_ingest"}
 WITH_RAY |= {
     "test_job_submit",
     "test_kill",
     "test_ray_compat",
-    "test_ray_train",
+    "test_sample",
     "test_run",
     "test_start",
     "test_verify",
