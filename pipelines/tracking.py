@@ -59,9 +59,6 @@ _PARAM_CHARS, _TAG_CHARS, _METRIC_BATCH = 500, 5000, 1000  # MLflow's limits
 _Call = Callable[["MlflowClient"], object]
 
 
-# The server: its address, its client, its failures.
-
-
 def default_uri(store: Store, *, name: str, configured: str | None = None) -> tuple[str, str | None]:
     """Tracking URI and artifact place for a run folder.
 
@@ -163,14 +160,14 @@ _server = functools.cache(_Server)
 def is_unreachable(error: BaseException | None) -> bool:
     """True when the same call may work later; a call that MLflow refuses would be refused again."""
     while error is not None:
+        module, name = type(error).__module__, type(error).__name__
         busy = getattr(error, "error_code", "") in ("TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
-        if busy or isinstance(error, OSError) or type(error).__name__ == "OperationalError":
-            return True  # OSError covers sockets and requests; OperationalError is SQLite's "database is locked"
+        locked = name == "OperationalError"  # SQLite's "database is locked"
+        network = isinstance(error, ConnectionError | TimeoutError) or module == "requests.exceptions"
+        if busy or locked or (network and name != "HTTPError"):  # HTTPError: the server did answer
+            return True
         error = error.__cause__ or error.__context__
     return False
-
-
-# Tasks and workers: a handle that travels, and the run that it opens.
 
 
 @dataclass(frozen=True)
@@ -321,9 +318,6 @@ class NodeRun:
             _server(self.handle.uri).send(call)
 
 
-# The driver.
-
-
 class Ledger:
     """One parent run per launch of the pipeline, one child run per node. Without a URI it records nothing.
 
@@ -454,17 +448,15 @@ class Ledger:
 
     def _make_first(self, client: MlflowClient) -> None:
         if self.experiment_id is None:
-            self.experiment_id = self._open_experiment(client)
+            found = client.get_experiment_by_name(self.experiment)
+            if found is None:
+                place = Path(self.artifacts).absolute().as_uri() if self.artifacts else None
+                self.experiment_id = client.create_experiment(self.experiment, artifact_location=place)
+            else:
+                if found.lifecycle_stage == "deleted":
+                    client.restore_experiment(found.experiment_id)
+                self.experiment_id = found.experiment_id
         self._calls[0](client)
-
-    def _open_experiment(self, client: MlflowClient) -> str:
-        found = client.get_experiment_by_name(self.experiment)
-        if found is None:
-            place = Path(self.artifacts).absolute().as_uri() if self.artifacts else None
-            return client.create_experiment(self.experiment, artifact_location=place)
-        if found.lifecycle_stage == "deleted":
-            client.restore_experiment(found.experiment_id)
-        return found.experiment_id
 
 
 def _add_missing(client: MlflowClient, run_id: str | None, history: Iterable[Mapping[str, float]]) -> None:

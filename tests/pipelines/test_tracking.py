@@ -361,19 +361,21 @@ def test_a_missing_database_file_is_not_created_by_a_worker(tmp_path: Path) -> N
 class Refusing:
     """A server that answers and refuses one call."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error or ValueError("MLflow does not like it")
         self.texts: list[str] = []
         self.refused = 0
 
     def log_text(self, run_id: str, text: str, file: str) -> None:
         if text == "refused":
             self.refused += 1
-            raise ValueError("MLflow does not like it")
+            raise self.error
         self.texts.append(text)
 
 
-def test_a_call_that_mlflow_refuses_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Refusing()
+@pytest.mark.parametrize("error", [ValueError("invalid name"), PermissionError("artifact folder")])
+def test_a_call_that_mlflow_refuses_stops_no_other(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Refusing(error)
     monkeypatch.setattr(tracking, "make_client", lambda uri: fake)
     with RunHandle("http://fake", "r").open() as run:
         run.log_text("refused", "1")
