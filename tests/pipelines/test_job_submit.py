@@ -42,7 +42,7 @@ NODES = (
     "report",
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.faults
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def test_the_pipeline_runs_as_a_job(head: Head, storage: Path) -> None:
     assert re.search(r"\d[\d,_]*\s*/\s*\d[\d,_]*.*/s", job.log), job.log
 
 
-def test_a_stopped_job_leaves_a_run_folder_that_goes_on(
+def test_a_stopped_job_leaves_a_run_folder_that_can_be_resumed(
     head: Head, storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["train.num_steps=100_000", "train.eval_every_steps=20", "train.checkpoint_every_steps=20"]

@@ -25,7 +25,7 @@ from data_prep.lock import Lock
 from pipelines import tracking
 from pipelines.dag import attempts
 from pipelines.dag import run as runner
-from pipelines.dag.node import Node
+from pipelines.dag.node import Node, Tracker
 from pipelines.dag.plan import Plan, plan
 from pipelines.dag.progress import Display
 from pipelines.dag.run import RunReport, Stopped, run, shortfalls
@@ -67,14 +67,14 @@ def go(
     store: Store,
     nodes: Sequence[Node],
     *,
-    ledger: Ledger | None = None,
+    tracker: Tracker | None = None,
     capacity: dict[str, float] | None = TWO_CPUS,
     **options: Any,
 ) -> tuple[RunReport, list[str]]:
     """Plans and runs; returns the report and the lines that were shown."""
     stream = io.StringIO()
     made = planned(store, nodes, **options)
-    report = run(made, tracker=ledger or SilentTracker(), display=Display(stream), capacity=capacity)
+    report = run(made, tracker=tracker or SilentTracker(), display=Display(stream), capacity=capacity)
     return report, stream.getvalue().splitlines()
 
 
@@ -159,7 +159,8 @@ def test_every_node_has_a_process_of_its_own(store: Store, monkeypatch: pytest.M
     assert report.nodes["a"].metrics["pid"] != report.nodes["b"].metrics["pid"]
 
 
-def test_a_node_whose_process_dies_is_tried_so_often_and_then_fails(store: Store) -> None:
+@pytest.mark.faults
+def test_a_node_whose_process_dies_is_retried_so_often_and_then_fails(store: Store) -> None:
     report, lines = go(store, [node("a", "die", max_failures=1), node("b", needs=["a"]), node("c")])
     assert states(report) == {"a": "failed", "b": "blocked", "c": "executed"}
     assert "WorkerCrashed" in report.nodes["a"].error
@@ -168,7 +169,8 @@ def test_a_node_whose_process_dies_is_tried_so_often_and_then_fails(store: Store
     assert "[a] starts: try 2 of 2" in lines
 
 
-def test_a_killed_node_goes_on_in_its_attempt_or_starts_over_in_a_new_one(store: Store) -> None:
+@pytest.mark.faults
+def test_a_killed_node_resumes_in_its_attempt_or_starts_over_in_a_new_one(store: Store) -> None:
     nodes = [node(name, "die_once", max_failures=3, resumable=name == "goes_on") for name in ("goes_on", "starts_over")]
     report, _ = go(store, nodes)
     assert report.ok
@@ -247,7 +249,6 @@ def watch(place: Path, then: Any) -> threading.Thread:
         deadline = time.monotonic() + 60
         while not (place / "pid").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.2)
         then()
 
     thread = threading.Thread(target=look)
@@ -262,7 +263,8 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid)
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.faults
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_the_tasks_and_closes_their_runs(
     store: Store, tmp_path: Path, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,20 +272,17 @@ def test_a_signal_stops_the_tasks_and_closes_their_runs(
     before = signal.getsignal(signal.SIGTERM)
     interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started without it
     nodes = [node("a", "wait_for_ever", options={"place": str(tmp_path)}), node("b", needs=["a"])]
-    uri, artifacts = default_uri(store, name="toy")
-    ledger = Ledger(uri, experiment="toy", run_folder=store.uri, artifacts=artifacts)
-    ledger.start_pipeline(tags={}, params={}, files={})
+    tracker = SilentTracker()
     thread = watch(tmp_path, lambda: os.kill(os.getpid(), how))
     try:
         with pytest.raises(KeyboardInterrupt):
-            go(store, nodes, ledger=ledger)
+            go(store, nodes, tracker=tracker)
     finally:
         signal.signal(signal.SIGINT, interrupt)
     thread.join()
     assert is_gone(int((tmp_path / "pid").read_text()))
     assert signal.getsignal(signal.SIGTERM) == before
-    (found,) = tracking.make_client(uri).search_runs([ledger.experiment_id], "tags.node = 'a'")
-    assert found.info.status == "KILLED"
+    assert tracker.ended == {"a": ["KILLED"]}
     (attempt,) = attempts.history(store, "a")
     assert attempt.success is None
 
@@ -316,10 +315,10 @@ def test_mlflow_has_one_run_for_each_node_and_one_curve_over_two_starts(store: S
 
     client_runs: dict[str, list[Any]] = {}
     first = started()
-    failed, _ = go(store, nodes, ledger=first)
+    failed, _ = go(store, nodes, tracker=first)
     flag.unlink()
     second = started()
-    done, _ = go(store, nodes, ledger=second)
+    done, _ = go(store, nodes, tracker=second)
     client = tracking.make_client(uri)
     for found in client.search_runs([second.experiment_id]):
         client_runs.setdefault(found.data.tags["node"], []).append(found)

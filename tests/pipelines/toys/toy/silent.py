@@ -10,6 +10,9 @@ from typing import Any
 class SilentRun:
     run_id = None
 
+    def __init__(self, node: str = "") -> None:
+        self.node = node
+
     @contextmanager
     def open(self) -> Iterator[SilentRun]:
         yield self
@@ -22,11 +25,16 @@ class SilentRun:
 
 
 class SilentTracker:
+    """Remembers how each node's run ended: {node: [FINISHED, ...]}."""
+
+    def __init__(self) -> None:
+        self.ended: dict[str, list[str]] = {}
+
     def start_node(self, node: str, **_: Any) -> SilentRun:
-        return SilentRun()
+        return SilentRun(node)
 
     def reuse_node(self, node: str, **_: Any) -> SilentRun:
-        return SilentRun()
+        return SilentRun(node)
 
     def finish(self, handle: SilentRun, status: str, **_: Any) -> None:
-        pass
+        self.ended.setdefault(handle.node, []).append(status)
