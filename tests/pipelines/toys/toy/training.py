@@ -38,7 +38,7 @@ def launch(storage: Path | str, *arguments: str, script: str = "train_stage.py",
     return subprocess.Popen([*command, *STEPS, *arguments], env=environment(**env), process_group=0, **pipe)
 
 
-def finish(process: subprocess.Popen[str], *, code: int = 0, timeout_sec: float = 240) -> str:
+def finish(process: subprocess.Popen[str], *, code: int = 0, timeout_sec: float = 900) -> str:
     """What it printed until its end, which must be with this exit code."""
     try:
         output, _ = process.communicate(timeout=timeout_sec)
@@ -67,7 +67,7 @@ def committed(storage: Path | str) -> int:
     return max(steps)
 
 
-def wait_for(condition: Callable[[], object], what: str, process: subprocess.Popen[str], *, sec: float = 240) -> None:
+def wait_for(condition: Callable[[], object], what: str, process: subprocess.Popen[str], *, sec: float = 900) -> None:
     deadline = time.monotonic() + sec
     while not condition():
         assert process.poll() is None, process.communicate()[0][-4000:]
