@@ -23,7 +23,6 @@ class Node:
     function: str  # "package.module:function", imported inside the task
     needs: tuple[str, ...] = ()  # names of upstream nodes
     config: Any = field(default_factory=dict)  # frozen dataclass; what is not "semantic": False is fingerprinted
-    options: Mapping[str, Any] = field(default_factory=dict)  # never in the fingerprint
     # Upstream node -> patterns of the files that this node reads of it, as "<output's name>/<path inside>" (fnmatch).
     # Only these enter the fingerprint; a node that is not named here is read as a whole.
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -72,7 +71,6 @@ class NodeContext(Generic[ConfigT]):
     fingerprint: str
     attempt: str
     config: ConfigT
-    options: Mapping[str, Any]
     inputs: Mapping[str, NodeOutput]  # by upstream node
     out: str  # absolute path or URI of the attempt's folder, which exists if local
     run: Any  # a RunHandle, with whatever else node functions log through

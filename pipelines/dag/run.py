@@ -249,7 +249,6 @@ class _Engine:
             fingerprint=decision.fingerprint,
             attempt=attempt,
             config=node.config,
-            options=node.options,
             inputs={need: self.made[need].output(store) for need in node.needs},
             out=store.uri_of(folder),
             run=handle,

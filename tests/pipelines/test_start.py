@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from toy.nodes import Toy
 
 from pipelines import cluster, full_multidim, pipeline, start
 from pipelines.dag.fingerprint import Sources
@@ -37,8 +38,8 @@ def test_exit_codes_of_a_start(
     broken = tmp_path / "broken"
     broken.touch()
     nodes = [
-        Node("first", "toy.nodes:write", config={"value": 1}),
-        Node("second", "toy.nodes:fail_while", needs=("first",), options={"broken": str(broken)}),
+        Node("first", "toy.nodes:write", config=Toy("1")),
+        Node("second", "toy.nodes:fail_while", needs=("first",), config=Toy(broken=str(broken))),
         Node("third", "toy.nodes:write", needs=("second",)),
     ]
     monkeypatch.setattr(pipeline, "nodes", lambda config, **_: nodes)

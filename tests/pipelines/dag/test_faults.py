@@ -34,9 +34,10 @@ from pipelines.dag.node import Node
 from pipelines.dag.progress import Display
 from pipelines.dag.run import run
 from toy.diamond import decided
+from toy.nodes import Toy
 from toy.silent import SilentTracker
 session = cluster.connect(num_cpus=1, python_path=(Path(sys.argv[1]),))
-node = Node("a", "toy.nodes:wait_for_ever", options={"place": sys.argv[2]}, max_failures=1)
+node = Node("a", "toy.nodes:wait_for_ever", config=Toy(place=sys.argv[2]), max_failures=1)
 plan = decided(storage.open_store(sys.argv[2]), [node])
 report = run(plan, tracker=SilentTracker(), display=Display(), capacity=session.capacity)
 print("END", report.nodes["a"].state, report.nodes["a"].error)

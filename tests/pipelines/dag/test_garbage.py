@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from toy.diamond import SOURCES, carry_out, decided, diamond
+from toy.nodes import Toy
 
 from data_prep.files import Store, UserError, open_store
 from data_prep.lock import Lock
@@ -15,7 +16,7 @@ from pipelines import inspection, loading, pipeline
 from pipelines.dag import status
 from pipelines.dag.node import Node
 
-NEW = {"left": {"config": {"value": "new"}}}
+NEW = {"left": {"config": Toy("new")}}
 
 
 def found(store: Store, **changes: dict[str, Any]) -> list[str]:
@@ -49,25 +50,25 @@ def test_of_own_images_the_newest_stays_with_what_made_it(finished: Store) -> No
     """Their nodes are in no plan of --gc, which has no images."""
 
     def own(value: str) -> list[Node]:
-        return [*diamond(**NEW), Node("sample_images", "toy.nodes:write", ("left",), {"value": value})]
+        return [*diamond(**NEW), Node("sample_images", "toy.nodes:write", ("left",), Toy(value))]
 
     for value in ("first", "second"):
         carry_out(decided(finished, own(value)))
-    carry_out(decided(finished, diamond(left={"config": {"value": "newer"}})))
+    carry_out(decided(finished, diamond(left={"config": Toy("newer")})))
     assert found(finished) == ["join", "sample_images"], "left of NEW stays: the newest sample_images was made from it"
 
 
 def test_an_output_of_the_present_plan_stays_although_there_is_a_newer_one(finished: Store) -> None:
     carry_out(decided(finished, diamond(**NEW)))
     assert found(finished) == []  # the plan uses the older, the newer is the newest
-    carry_out(decided(finished, diamond(left={"config": {"value": "newer"}})))
+    carry_out(decided(finished, diamond(left={"config": Toy("newer")})))
     assert found(finished) == ["join", "left"]  # those of "new": the plan is back at the first, "newer" is the newest
 
 
 def test_an_interrupted_attempt_that_would_go_on_stays(finished: Store) -> None:
-    changed = diamond(left={"config": {"value": "new"}, "resumable": True})
+    changed = diamond(left={"config": Toy("new"), "resumable": True})
     carry_out(decided(finished, changed), broken=["left"])
-    carry_out(decided(finished, diamond(left={"config": {"value": "newer"}})))
+    carry_out(decided(finished, diamond(left={"config": Toy("newer")})))
 
     def interrupted(nodes: list[Node]) -> list[str]:
         return [g.line for g in status.find_garbage(decided(finished, nodes)) if g.attempt.success is None]
@@ -82,7 +83,7 @@ def test_what_a_kept_output_was_made_from_stays(finished: Store) -> None:
     carry_out(decided(finished, diamond(**stamped)))
     first = decided(finished, diamond(**stamped))["left"].success.attempt
     carry_out(decided(finished, diamond(**stamped), rerun=["left"], only=["left"]))
-    changed = diamond(**stamped, join={"config": {"value": "new"}})
+    changed = diamond(**stamped, join={"config": Toy("new")})
     carry_out(decided(finished, changed, keep=["join"], only=["join"]))
     assert first not in [g.attempt.attempt for g in status.find_garbage(decided(finished, changed))]
 

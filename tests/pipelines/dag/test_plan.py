@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from toy.diamond import carry_out, decided, diamond, seal
+from toy.nodes import Toy
 
 from data_prep.files import Store, UserError, open_store
 from pipelines.dag import attempts
@@ -58,17 +59,23 @@ def test_up_to_date_nodes_are_skipped_with_attempt_and_age(finished: Store) -> N
 
 
 def test_a_config_value_reruns_its_node_and_those_downstream(finished: Store) -> None:
-    made = decided(finished, diamond(left={"config": {"value": "new"}}))
+    made = decided(finished, diamond(left={"config": Toy("new")}))
     assert made.will_run == ("left", "join") and made["right"].action == "skip"
     assert made["left"].reason == "config changed: value left -> new"
     assert made["join"].reason == "only if the new output of left differs from what it has read"
     assert carry_out(made) == ["left", "join"]
-    assert decided(finished, diamond(left={"config": {"value": "new"}})).will_run == ()
+    assert decided(finished, diamond(left={"config": Toy("new")})).will_run == ()
     assert decided(finished).will_run == ()  # both outputs are kept: going back runs nothing
 
 
-def test_options_cost_and_tags_rerun_nothing(finished: Store) -> None:
-    changes = {"options": {"num_workers": 7}, "cost": {"CPU": 2}, "num_cpus": 0, "tags": {"a": "b"}, "resumable": True}
+def test_what_is_not_semantic_reruns_nothing(finished: Store) -> None:
+    changes = {
+        "config": Toy("left", place="elsewhere"),
+        "cost": {"CPU": 2},
+        "num_cpus": 0,
+        "tags": {"a": "b"},
+        "resumable": True,
+    }
     assert decided(finished, diamond(left=changes)).will_run == ()
 
 
@@ -147,7 +154,7 @@ def test_from_makes_a_node_and_all_below_anew(finished: Store) -> None:
 
 
 def test_from_starts_over_what_was_interrupted(finished: Store) -> None:
-    changed = diamond(left={"config": {"value": "new"}, "resumable": True})
+    changed = diamond(left={"config": Toy("new"), "resumable": True})
     carry_out(decided(finished, changed), broken=["left"])
     assert decided(finished, changed)["left"].attempt is not None
     made = decided(finished, changed, start_from=["left"])
@@ -155,7 +162,7 @@ def test_from_starts_over_what_was_interrupted(finished: Store) -> None:
 
 
 def test_only_takes_exactly_the_named_nodes(finished: Store) -> None:
-    changed = diamond(left={"config": {"value": "new"}})
+    changed = diamond(left={"config": Toy("new")})
     assert actions(decided(finished, changed, only=["right"])) == {
         "prepare": "not selected",
         "left": "not selected",
@@ -170,7 +177,7 @@ def test_only_takes_exactly_the_named_nodes(finished: Store) -> None:
 
 
 def test_only_without_its_inputs_names_them_and_a_way_out_that_works(finished: Store) -> None:
-    changed = diamond(prepare={"config": {"value": "new"}})
+    changed = diamond(prepare={"config": Toy("new")})
     with pytest.raises(UserError) as refusal:
         decided(finished, changed, only=["join"])
     text = str(refusal.value)
@@ -204,7 +211,7 @@ def test_unknown_names_are_refused_with_the_nearest(finished: Store) -> None:
 
 
 def test_keep_adopts_the_newest_output_and_records_it(finished: Store) -> None:
-    changed = diamond(left={"config": {"value": "new"}})
+    changed = diamond(left={"config": Toy("new")})
     made = decided(finished, changed, keep=["left"])
     assert actions(made) == {"prepare": "skip", "left": "keep", "right": "skip", "join": "skip"}
     assert "in spite of: config changed: value left -> new" in made["left"].reason
@@ -218,12 +225,12 @@ def test_keep_adopts_the_newest_output_and_records_it(finished: Store) -> None:
 
 
 def test_keep_below_a_node_that_runs(finished: Store) -> None:
-    changed = diamond(prepare={"config": {"value": "new"}})
+    changed = diamond(prepare={"config": Toy("new")})
     made = decided(finished, changed, keep=["left", "right"])
     assert actions(made) == {"prepare": "run", "left": "keep", "right": "keep", "join": "skip"}
     assert carry_out(made) == ["prepare"]
     assert decided(finished, changed).will_run == ()
-    twice = decided(finished, diamond(prepare={"config": {"value": "newer"}}), keep=["left", "right"])
+    twice = decided(finished, diamond(prepare={"config": Toy("newer")}), keep=["left", "right"])
     assert carry_out(twice) == ["prepare"]  # an adopted output can be adopted again
 
 
@@ -234,7 +241,7 @@ def test_keep_without_any_output_is_refused(store: Store) -> None:
 
 @pytest.mark.parametrize("resumable", [True, False])
 def test_an_interrupted_attempt_goes_on_or_starts_over(finished: Store, resumable: bool) -> None:
-    changed = diamond(left={"config": {"value": "new"}, "resumable": resumable})
+    changed = diamond(left={"config": Toy("new"), "resumable": resumable})
     carry_out(decided(finished, changed), broken=["left"])
     made = decided(finished, changed)
     unfinished = next(a for a in attempts.history(finished, "left") if a.success is None)

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from toy.diamond import SOURCES
+from toy.nodes import Toy
 from toy.silent import SilentTracker
 
 from data_prep.files import Store, open_store
@@ -55,8 +56,10 @@ def flag(tmp_path: Path) -> Path:
     return path
 
 
-def node(name: str, function: str = "write", needs: Sequence[str] = (), **fields: Any) -> Node:
-    return Node(name, f"toy.nodes:{function}", tuple(needs), **{"config": {"value": name}, "num_cpus": 0.5, **fields})
+def node(
+    name: str, function: str = "write", needs: Sequence[str] = (), *, config: Toy | None = None, **fields: Any
+) -> Node:
+    return Node(name, f"toy.nodes:{function}", tuple(needs), config or Toy(name), **{"num_cpus": 0.5, **fields})
 
 
 def planned(store: Store, nodes: Sequence[Node], **options: Any) -> Plan:
@@ -107,20 +110,20 @@ def test_an_attempt_keeps_its_log_and_lists_its_outputs_with_checksums(store: St
 
 
 def test_independent_nodes_run_side_by_side(store: Store, tmp_path: Path) -> None:
-    options = {"a": {"place": str(tmp_path), "other": "b"}, "b": {"place": str(tmp_path), "other": "a"}}
-    report, _ = go(store, [node(name, "meet", options=options[name], cost={"CPU": 1}) for name in "ab"])
+    configs = {"a": Toy(place=str(tmp_path), other="b"), "b": Toy(place=str(tmp_path), other="a")}
+    report, _ = go(store, [node(name, "meet", config=configs[name], cost={"CPU": 1}) for name in "ab"])
     assert report.ok  # each has seen the other running
 
 
 def test_nodes_that_cost_all_run_one_after_another(store: Store, tmp_path: Path) -> None:
-    options = {"place": str(tmp_path)}
-    nodes = [node(name, "alone", options=options, num_cpus=0, cost={"CPU": 1.5}) for name in "ab"]
+    config = Toy(place=str(tmp_path))
+    nodes = [node(name, "alone", config=config, num_cpus=0, cost={"CPU": 1.5}) for name in "ab"]
     report, _ = go(store, nodes)
     assert report.ok, report
 
 
 def test_a_failure_stops_the_nodes_downstream_and_no_others(store: Store, flag: Path) -> None:
-    broken = {"options": {"broken": str(flag)}}
+    broken = {"config": Toy("a", broken=str(flag))}
     nodes = [
         node("a", "fail_while", **broken),
         node("b"),
@@ -179,8 +182,8 @@ def test_a_killed_node_resumes_in_its_attempt_or_starts_over_in_a_new_one(store:
 
 
 def test_waits_grow_between_tries_after_storage_failed(store: Store, tmp_path: Path) -> None:
-    options = {"place": str(tmp_path), "times": 2}
-    report, lines = go(store, [node("a", "hiccup", options=options, max_failures=2, retry_wait_sec=0.25)])
+    config = Toy(place=str(tmp_path), times=2)
+    report, lines = go(store, [node("a", "hiccup", config=config, max_failures=2, retry_wait_sec=0.25)])
     assert report.ok and (tmp_path / "tries").read_text() == "xxx"
     waits = [line.rsplit(" in ", 1)[1] for line in lines if "lost" in line]
     assert waits == ["0.25 s", "0.5 s"]
@@ -188,14 +191,14 @@ def test_waits_grow_between_tries_after_storage_failed(store: Store, tmp_path: P
 
 @pytest.mark.parametrize("mistake", ["full disk", "own error"])
 def test_what_would_fail_again_is_not_tried_again(store: Store, tmp_path: Path, flag: Path, mistake: str) -> None:
-    options = {"place": str(tmp_path), "times": 1, "errno": errno.ENOSPC, "broken": str(flag)}
+    config = Toy(place=str(tmp_path), times=1, errno=errno.ENOSPC, broken=str(flag))
     function = "hiccup" if mistake == "full disk" else "fail_while"
-    report, _ = go(store, [node("a", function, options=options, max_failures=3)])
+    report, _ = go(store, [node("a", function, config=config, max_failures=3)])
     assert states(report) == {"a": "failed"} and len(attempts.history(store, "a")) == 1
 
 
 def test_an_unfinished_resumable_attempt_goes_on_in_place(store: Store, flag: Path) -> None:
-    nodes = [node("a", "count", options={"broken": str(flag)}, resumable=True)]
+    nodes = [node("a", "count", config=Toy(broken=str(flag)), resumable=True)]
     failed, _ = go(store, nodes)
     flag.unlink()
     report, lines = go(store, nodes)
@@ -216,7 +219,7 @@ def test_rerun_only_and_keep_as_planned(store: Store) -> None:
     rerun, lines = go(store, nodes, rerun=["b"])
     assert states(rerun) == {"a": "skipped", "b": "executed", "c": "skipped"}
     assert any(line.startswith("[c] skipped: up to date") and "made equal files" in line for line in lines)
-    changed = [node("a", config={"value": "new"}), *nodes[1:]]
+    changed = [node("a", config=Toy("new")), *nodes[1:]]
     only, _ = go(store, changed, only=["a"])
     assert states(only) == {"a": "executed", "b": "not selected", "c": "not selected"}
     kept, _ = go(store, changed, keep=["b"])
@@ -236,8 +239,8 @@ def test_what_never_fits_is_named_before_anything_starts(store: Store) -> None:
 
 def test_on_a_cluster_every_ready_node_is_submitted(store: Store, tmp_path: Path) -> None:
     """Ray's queue decides: nodes whose cost together is more than there is are not held back here."""
-    options = {"a": {"place": str(tmp_path), "other": "b"}, "b": {"place": str(tmp_path), "other": "a"}}
-    nodes = [node(name, "meet", options=options[name], cost={"CPU": 2}) for name in "ab"]
+    configs = {"a": Toy(place=str(tmp_path), other="b"), "b": Toy(place=str(tmp_path), other="a")}
+    nodes = [node(name, "meet", config=configs[name], cost={"CPU": 2}) for name in "ab"]
     report, _ = go(store, nodes, capacity=None)
     assert report.ok, report
 
@@ -271,7 +274,7 @@ def test_a_signal_stops_the_tasks_and_closes_their_runs(
     monkeypatch.setattr(runner, "MAX_CALLS", 1)
     before = signal.getsignal(signal.SIGTERM)
     interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started without it
-    nodes = [node("a", "wait_for_ever", options={"place": str(tmp_path)}), node("b", needs=["a"])]
+    nodes = [node("a", "wait_for_ever", config=Toy(place=str(tmp_path))), node("b", needs=["a"])]
     tracker = SilentTracker()
     thread = watch(tmp_path, lambda: os.kill(os.getpid(), how))
     try:
@@ -288,7 +291,7 @@ def test_a_signal_stops_the_tasks_and_closes_their_runs(
 
 
 def test_a_start_that_lost_its_lock_stops(store: Store, tmp_path: Path) -> None:
-    nodes = [node("a", "wait_for_ever", options={"place": str(tmp_path)})]
+    nodes = [node("a", "wait_for_ever", config=Toy(place=str(tmp_path)))]
     with Lock(store) as lock:
         thread = watch(tmp_path, lambda: setattr(lock, "lost", True))
         made = planned(store, nodes)
@@ -304,7 +307,7 @@ def test_a_start_that_lost_its_lock_stops(store: Store, tmp_path: Path) -> None:
 def test_mlflow_has_one_run_for_each_node_and_one_curve_over_two_starts(store: Store, flag: Path) -> None:
     nodes = [
         node("a", tags={"stage": "first"}),
-        node("b", "count", ["a"], options={"broken": str(flag)}, resumable=True),
+        node("b", "count", ["a"], config=Toy(broken=str(flag)), resumable=True),
     ]
     uri, artifacts = default_uri(store, name="toy")
 

@@ -9,13 +9,14 @@ import json
 from datetime import UTC, datetime, timedelta
 
 from toy.diamond import carry_out, decided, diamond
+from toy.nodes import Toy
 
 from data_prep.files import Store
 from data_prep.lock import Lock
 from pipelines.dag import attempts, status
 from pipelines.dag.node import Node
 
-CHANGED = {"left": {"config": {"value": "new"}}}
+CHANGED = {"left": {"config": Toy("new")}}
 
 
 def rows(store: Store, **changes: dict) -> dict[str, str]:
@@ -73,7 +74,7 @@ def test_what_a_living_start_works_on_is_running(finished: Store) -> None:
 def test_nodes_of_own_images_appear_once_they_have_run(finished: Store) -> None:
     """They are in no plan, since a plan without images does not have them."""
     assert not any("sample_images" in line for line in status.lines(decided(finished)))
-    own = [*diamond(), Node("sample_images", "toy.nodes:write", ("left",), {"value": "own"})]
+    own = [*diamond(), Node("sample_images", "toy.nodes:write", ("left",), Toy("own"))]
     carry_out(decided(finished, own))
     last = status.lines(decided(finished))[-1]
     assert last.startswith("sample_images  finished") and last.endswith("not in this plan")

@@ -353,7 +353,6 @@ def context(inputs: dict[str, NodeOutput], out: Path, user: UserImages, *setting
         fingerprint="f",
         attempt="a",
         config=node.config,
-        options={},
         inputs=inputs,
         out=str(out),
         run=RunHandle(),

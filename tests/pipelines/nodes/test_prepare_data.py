@@ -75,7 +75,6 @@ def context_of(folder: Path, **changes: object) -> NodeContext:
         fingerprint="f",
         attempt="1",
         config=PrepareDataNodeConfig(data=dataclasses.replace(GOOD, root=str(folder / "raw"), **changes), num_cpus=1.0),
-        options={},
         inputs={},
         out=str(folder / "out"),
         run=RunHandle(),

@@ -15,6 +15,7 @@ from pipelines.dag.node import Node, NodeContext
 from pipelines.dag.plan import Plan, decide, plan
 from pipelines.dag.progress import Reporter
 from pipelines.dag.task import Task, adopt, execute
+from toy.nodes import Toy
 from toy.silent import SilentRun
 
 TOYS = Path(__file__).parents[1]
@@ -24,7 +25,7 @@ SOURCES = Sources(TOYS, ("toy",))
 def diamond(**changes: dict[str, Any]) -> list[Node]:
     """prepare -> left, right -> join; changes: {node: fields}."""
     needs = {"prepare": (), "left": ("prepare",), "right": ("prepare",), "join": ("left", "right")}
-    nodes = [Node(name, "toy.nodes:write", above, {"value": name}) for name, above in needs.items()]
+    nodes = [Node(name, "toy.nodes:write", above, Toy(name)) for name, above in needs.items()]
     return [dataclasses.replace(node, **changes.get(node.name, {})) for node in nodes]
 
 
@@ -64,7 +65,6 @@ def carry_out(made: Plan, *, broken: Sequence[str] = (), lock: str | None = None
             fingerprint=decision.fingerprint,
             attempt=attempt,
             config=node.config,
-            options=node.options,
             inputs={need: known[need].output(store) for need in node.needs},
             out=store.uri_of(folder),
             run=SilentRun(),

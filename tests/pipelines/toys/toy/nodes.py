@@ -7,16 +7,29 @@ import logging
 import os
 import signal
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_prep.files import UserError
 from pipelines.dag.node import NodeContext, NodeResult
 
 
+@dataclass(frozen=True)
+class Toy:
+    """Config of a toy node; only `value` decides its result."""
+
+    value: str = ""
+    place: str = field(default="", metadata={"semantic": False})
+    other: str = field(default="", metadata={"semantic": False})
+    broken: str = field(default="", metadata={"semantic": False})
+    times: int = field(default=0, metadata={"semantic": False})
+    errno: int = field(default=errno.EIO, metadata={"semantic": False})
+
+
 def write(context: NodeContext) -> NodeResult:
     """Writes its value and what it read upstream."""
     seen = [Path(output.uri, output.named["value"]).read_text() for output in context.inputs.values()]
-    Path(context.out, "value.txt").write_text(f"{context.config.get('value', '')}({','.join(seen)})")
+    Path(context.out, "value.txt").write_text(f"{getattr(context.config, 'value', '')}({','.join(seen)})")
     print("a printed line of", context.node)
     logging.getLogger("toy").info("a logged line of %s", context.node)
     with context.run.open() as run:
@@ -41,8 +54,8 @@ def curve(context: NodeContext) -> NodeResult:
 
 
 def fail_while(context: NodeContext) -> NodeResult:
-    """Fails as long as the file options["broken"] exists."""
-    if Path(context.options["broken"]).exists():
+    """Fails as long as the file config.broken exists."""
+    if Path(context.config.broken).exists():
         raise RuntimeError("broken on purpose\nwith a second line")
     return write(context)
 
@@ -62,12 +75,12 @@ def die(context: NodeContext) -> NodeResult:
 
 
 def hiccup(context: NodeContext) -> NodeResult:
-    """Storage fails options["times"] times, then all is well; other errors of storage with options["errno"]."""
-    tries = Path(context.options["place"], "tries")
+    """Storage fails config.times times, then all is well; other errors of storage with config.errno."""
+    tries = Path(context.config.place, "tries")
     done = len(tries.read_text()) if tries.exists() else 0
     tries.write_text("x" * (done + 1))
-    if done < context.options["times"]:
-        raise OSError(context.options.get("errno", errno.EIO), "storage failed")
+    if done < context.config.times:
+        raise OSError(context.config.errno, "storage failed")
     return write(context)
 
 
@@ -81,24 +94,24 @@ def die_once(context: NodeContext) -> NodeResult:
 
 
 def count(context: NodeContext) -> NodeResult:
-    """Three steps, one file each; stops in the middle as long as options["broken"] exists. Goes on where it was."""
+    """Three steps, one file each; stops in the middle as long as config.broken exists. Goes on where it was."""
     with context.run.open() as run:
         for step in range(3):
             file = Path(context.out, f"step{step}.txt")
             if not file.exists():
                 file.write_text(str(context.fresh))
                 run.log_metrics({"step": float(step)}, step=step)
-            if step == 1 and Path(context.options["broken"]).exists():
+            if step == 1 and Path(context.config.broken).exists():
                 raise RuntimeError("stopped in the middle")
     return NodeResult({"steps": "."})
 
 
 def meet(context: NodeContext) -> NodeResult:
     """Ends only when the other one runs too: both write a file and wait for the other's."""
-    place = Path(context.options["place"])
+    place = Path(context.config.place)
     (place / context.node).touch()
     deadline = time.monotonic() + 30
-    while not (place / context.options["other"]).exists():
+    while not (place / context.config.other).exists():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{context.options['other']} never ran beside me")
         time.sleep(0.02)
@@ -107,7 +120,7 @@ def meet(context: NodeContext) -> NodeResult:
 
 def alone(context: NodeContext) -> NodeResult:
     """Fails if another node that runs this function is running."""
-    flag = Path(context.options["place"], "busy")
+    flag = Path(context.config.place, "busy")
     flag.touch(exist_ok=False)
     time.sleep(0.3)
     flag.unlink()
@@ -115,7 +128,7 @@ def alone(context: NodeContext) -> NodeResult:
 
 
 def wait_for_ever(context: NodeContext) -> NodeResult:
-    Path(context.options["place"], "pid").write_text(str(os.getpid()))
+    Path(context.config.place, "pid").write_text(str(os.getpid()))
     deadline = time.monotonic() + 120  # for ever, as far as a test goes: a test that fails must end
     while time.monotonic() < deadline:
         time.sleep(0.05)
