@@ -6,6 +6,10 @@ import hashlib
 import io
 import json
 import pathlib
+import resource
+import struct
+import zlib
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -162,6 +166,43 @@ def test_unusable_has_a_reason(reason: str, data: bytes) -> None:
     with pytest.raises(images.UnusableImage) as error:
         images.decode(data, profile="tf")
     assert error.value.reason == reason
+
+
+def png_of(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
+    """A black PNG, written by hand; a large one without all its pixels."""
+    rows = zlib.compress(bytes(min(height * (3 * width + 1), 1000)), 9)
+    parts = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), *chunks, (b"IDAT", rows), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in parts
+    )
+
+
+def webp_of(width: int, height: int) -> bytes:
+    """A one-colour lossless WebP with another size in its header."""
+    data = bytearray(encoded(Image.new("RGBA", (16, 16), (1, 2, 3, 4)), "WEBP", lossless=True))
+    at = data.index(b"VP8L") + 9
+    flags = struct.unpack_from("<I", data, at)[0] >> 28
+    struct.pack_into("<I", data, at, (width - 1) | (height - 1) << 14 | flags << 28)
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("reason", "data"),
+    [
+        ("corrupt_data", lambda: png_of(4, 4, (b"zTXt", b"k\0\0" + zlib.compress(bytes(80_000_000), 9)))),
+        ("decompression_bomb", lambda: png_of(100_000_000, 1)),
+        ("decompression_bomb", lambda: webp_of(8_001, 8_001)),
+    ],
+    ids=["text", "one long row", "webp"],
+)
+def test_bombs_are_refused_without_much_memory(reason: str, data: Callable[[], bytes]) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    bomb = data()
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(images.UnusableImage) as error:
+        images.decode(bomb, profile="tf")
+    assert error.value.reason == reason
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - max(before, after) < 100_000  # KiB
 
 
 def test_header_size_reads_no_pixels() -> None:
