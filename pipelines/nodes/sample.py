@@ -170,7 +170,7 @@ def draw(job: Job, images: ToDraw, *, progress: Reporter) -> list[Chunk]:
         present = {entry.path for entry in store.walk()}
         todo = [chunk for chunk in chunks if not _is_finished(store, configs, chunk, present)]
         left = sum(len(chunk.images.keys) for chunk in todo)
-        progress.update(total - pixels_each * left, total, unit="pixels", note=f"{size:,} images at once")
+        progress.update(total - pixels_each * left, total, unit="pixels", note=f"{size:,} at once")
         start_workers(len(todo))
         running: dict[Any, tuple[Any, Chunk]] = {}
         idle, waiting = list(workers), list(reversed(todo))
@@ -256,6 +256,16 @@ class DrawingWorker:
             self._make_room(0)
             raise
 
+    def _note(self, batch: int) -> str:
+        """How images are drawn, for the progress line."""
+        if self.device != "cuda" or self.job.config.decoder != "auto":
+            return f"{batch:,} at once"
+        from spn.gpu.folding import not_covered
+
+        why = {stage: not_covered(model) for stage, model in self.models.items()}
+        plain = [f"{stage} by the plain decoder: {reason}" for stage, reason in why.items() if reason is not None]
+        return "; ".join([f"{batch:,} at once", *plain])
+
     def _make_room(self, batch: int) -> None:
         """Decoders of two sizes may not fit."""
         if batch != self.batch:
@@ -267,12 +277,13 @@ class DrawingWorker:
         config, images, part, done = self.job.config, chunk.images, _part(self.progress, chunk), 0
         configs = {stage: model.config for stage, model in self.models.items()}
         self._make_room(len(images.keys))
+        note = self._note(len(images.keys))
         pixels_per_row = len(images.keys) * next(iter(configs.values())).slice_size
 
         def on_row() -> None:
             nonlocal done
             done += pixels_per_row
-            part.update(done, self.total, unit="pixels")
+            part.update(done, self.total, unit="pixels", note=note)
 
         known = sample_chain(
             self.models,

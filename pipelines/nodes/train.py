@@ -270,28 +270,23 @@ def make_forward(model: nn.Module, config: TrainConfig) -> Callable[..., Tensor]
         # Once in a whole optimiser step that saves less than the cuts cost in every micro-batch.
         torch._dynamo.config.optimize_ddp = False
         forward = speed_up(model, compiled=config.compile, mode=config.compile_mode)
-    return DistributedDataParallel(forward) if _num_workers() > 1 else forward
-
-
-def _num_workers() -> int:
-    """Workers of this process's group; 1 without one."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    return forward if is_alone else DistributedDataParallel(forward)
 
 
 def smallest_of_workers(size: int, device: torch.device) -> int:
     """The smallest number that any worker has. All must call it."""
     smallest = torch.tensor(size, device=device)
-    if _num_workers() > 1:
+    if dist.is_initialized():
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
     return int(smallest)
 
 
 def sum_over_workers(value: Tensor) -> Tensor:
     """The sum over all workers, on each of them. All must call it. `value` itself is left alone."""
-    if _num_workers() == 1:
-        return value
     total = value.clone()
-    dist.all_reduce(total)
+    if dist.is_initialized():
+        dist.all_reduce(total)
     return total
 
 

@@ -24,7 +24,7 @@ def test_commands_name_a_preset_or_leave_room_for_the_users_file(tmp_path: Path,
     report = nodes(load(str(file)), listed=False)[-1]
     inputs = {node: NodeOutput(str(tmp_path), {}, {}, "a") for node in report.needs}
     where = {"inputs": inputs, "out": str(tmp_path), "run": RunHandle(), "progress": Reporter("report"), "fresh": True}
-    context = NodeContext("report", "f", "a", report.config, {}, **where)
+    context = NodeContext("report", "f", "a", report.config, **where)
     section = _rerun_section(context, report.config.stages)
     assert section.count(f"full_multidim.py --config {shown}") == 3
     assert "key=value settings of this launch" in section

@@ -48,6 +48,7 @@ def config(workers: int = 1, **changes: Any) -> SampleNodeConfig:
         temperature=dict.fromkeys(STAGES, 1.0),
         top_p=dict.fromkeys(STAGES),
         precision="float32",
+        decoder="auto",
         resources=NodeResources(num_workers=workers, cpus_per_worker=0.5),
     )
     return dataclasses.replace(base, **changes)
@@ -130,7 +131,7 @@ def test_other_workers_draw_only_what_is_missing_or_damaged(drawn, job) -> None:
     redrawn = {str(p.relative_to(root)) for p, at in before.items() if p.stat().st_mtime_ns != at}
     assert redrawn == {damaged, without}
     per_image = rows_to_sample(list(load_stage_configs(again.inputs, STAGES).values())) * 4
-    assert progress.updates[0] == Update(4 * per_image, 12 * per_image, unit="pixels", note="2 images at once")
+    assert progress.updates[0] == Update(4 * per_image, 12 * per_image, unit="pixels", note="2 at once")
 
 
 @distributed

@@ -233,7 +233,6 @@ def test_a_worker_records_what_it_found_before_it_trains(
         fingerprint="f",
         attempt="a",
         config=config,
-        options={},
         inputs={},
         out=str(tmp_path),
         run=RunHandle(),
