@@ -123,7 +123,7 @@ def test_other_workers_draw_only_what_is_missing_or_damaged(drawn, job) -> None:
     whole = (root / damaged).read_bytes()
     (root / damaged).write_bytes(whole[: len(whole) // 2] + b"x" + whole[len(whole) // 2 + 1 :])
     (root / "images/00008.png").unlink()  # of the chunk `without` its picture
-    (root / f"{PARQUET}/samples-00002-of-00006.parquet.tmp-99999999").write_bytes(b"half a file")
+    (root / f"{PARQUET}/samples-00002-of-00006.parquet.tmp-0123abcd-99999999").write_bytes(b"half a file")
     before = {p: p.stat().st_mtime_ns for p in root.rglob("*.parquet")}
     progress = Progress()
     draw(again, TWELVE, progress=progress)
