@@ -19,7 +19,7 @@ from data_prep.files import UserError
 from pipelines import ray_compat
 from pipelines.project import ROOT, git_commit
 
-OBJECT_STORE_BYTES = 300_000_000  # nodes hand over paths, so little travels through Ray's shared memory
+_OBJECT_STORE_BYTES = 300_000_000  # nodes hand over paths, so little travels through Ray's shared memory
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets this variable for the entry point of a submitted job
 
 _EVERYWHERE = {
@@ -66,12 +66,11 @@ def connect(
     *,
     num_cpus: float | None = None,
     num_gpus: float | None = None,
-    object_store_bytes: int = OBJECT_STORE_BYTES,
     python_path: tuple[Path, ...] = (ROOT,),
 ) -> ClusterInfo:
     """Joins the job's or $RAY_ADDRESS's cluster, else starts an embedded session. Call it once, before ray is used.
 
-    num_cpus, num_gpus, object_store_bytes: of an embedded session only; None lets Ray count.
+    num_cpus, num_gpus: of an embedded session only; None lets Ray count.
     python_path: folders that tasks import from.
     Raises UserError when the cluster at $RAY_ADDRESS does not answer.
     """
@@ -95,7 +94,7 @@ def connect(
         address="local",
         num_cpus=num_cpus,
         num_gpus=num_gpus,
-        object_store_memory=object_store_bytes,
+        object_store_memory=_OBJECT_STORE_BYTES,
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,

@@ -60,9 +60,6 @@ class RunReport:
     def ok(self) -> bool:
         return not any(node.state in (FAILED, BLOCKED) for node in self.nodes.values())
 
-    def named(self, state: str) -> list[str]:
-        return [name for name, node in self.nodes.items() if node.state == state]
-
 
 def shortfalls(plan: Plan, resources: Mapping[str, float]) -> list[str]:
     """One line for each node that may run and needs more than `resources`."""

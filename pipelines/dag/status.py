@@ -96,7 +96,6 @@ class Garbage:
 
     attempt: Attempt
     bytes: int
-    num_files: int
 
     @property
     def line(self) -> str:
@@ -115,8 +114,7 @@ def find_garbage(plan: Plan, *, holder: Mapping[str, Any] | None = None) -> list
     found = []
     for attempt in itertools.chain.from_iterable(past.values()):
         if attempt.folder not in kept and not (since is not None and _last_start(attempt) >= since):
-            files = store.walk(attempt.folder)
-            found.append(Garbage(attempt, sum(file.bytes for file in files), len(files)))
+            found.append(Garbage(attempt, sum(file.bytes for file in store.walk(attempt.folder))))
     return found
 
 
