@@ -62,11 +62,12 @@ def first(storage: Path) -> subprocess.CompletedProcess[str]:
 
 def test_first_start_runs_every_node(first: subprocess.CompletedProcess[str], storage: Path) -> None:
     assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
-    assert "1 x 8 slices x 1 accumulated" in first.stdout
     assert planned(first.stdout) == dict.fromkeys(NODES, "run")
     assert attempts(storage) == dict.fromkeys(NODES, 1)
     for node in NODES:
         assert f"[{node}]" in first.stdout, "every node shows its progress"
+    records = (storage / "debug/nodes").glob("train_*/*/*/micro_batch.json")
+    assert [json.loads(record.read_text()) for record in records] == [{"micro_batch_size": 8}] * 3
 
 
 def test_stages_train_at_the_same_time(first: subprocess.CompletedProcess[str], storage: Path) -> None:
