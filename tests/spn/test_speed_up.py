@@ -75,9 +75,11 @@ def test_fast_forms_equal_the_plain_network(stage, recipe, recompute, tiny_confi
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "compiled"),
+    [pytest.param(stage, False, marks=gpu) for stage in STAGES] + [pytest.param("depth_upscale", True, marks=gpu)],
+)
 @pytest.mark.parametrize("recipe", ["paper", "modern"])
-@pytest.mark.parametrize("stage", [pytest.param(stage, marks=gpu) for stage in STAGES])
 def test_fast_forms_in_bfloat16_are_as_close_as_the_plain_network_in_bfloat16(stage, recipe, compiled, tiny_config):
     """Against float64 on the same GPU: no logit and no gradient is further away than rounding explains."""
     torch.manual_seed(0)
