@@ -17,12 +17,7 @@ if __name__ == "__main__":  # before the imports below
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the project instead of this folder
 
 from pipelines import cli
-from pipelines.config import (
-    ExperimentConfig,
-    stage_model_config,
-    stage_names,
-    train_node,
-)
+from pipelines.config import ExperimentConfig, stage_model_config, stage_names, train_node
 from pipelines.loading import load
 from spn.config import SPNConfig, TrainConfig
 
@@ -66,10 +61,10 @@ def describe(config: ExperimentConfig) -> dict[str, Any]:
 
 def _what_is_described(config: ExperimentConfig) -> dict[str, tuple[SPNConfig, TrainConfig, int]]:
     """{stage: its network, its training, the number of workers}."""
-    workers = {stage: config.resources.per_node[train_node(stage)].num_workers for stage in stage_names(config)}
+    nodes = config.resources.per_node
     return {
-        stage: (stage_model_config(config, stage), config.per_stage[stage].train, number)
-        for stage, number in workers.items()
+        stage: (stage_model_config(config, stage), own.train, nodes[train_node(stage)].num_workers)
+        for stage, own in config.per_stage.items()
     }
 
 
@@ -112,33 +107,26 @@ def as_text(description: dict[str, Any]) -> str:
     lines = [f"config {description['config']}"]
     for stage, found in description["stages"].items():
         counts, batch, cost = dict(found["parameters"]), found["batch"], found["cost"]
-        total, paper = counts.pop("total"), found["paper_parameters"]
-        lines.append("")
-        lines.append(f"{stage}: {total:,} parameters" + (f" (paper: ~{paper / 1e6:.0f}M)" if paper else ""))
-        lines += [f"  {part:<34}{count:>14,}" for part, count in counts.items()]
-        lines.append(
-            f"  FLOPs a slice: {found['flops_per_slice'] / 1e9:,.2f} G forward, "
-            f"{found['training_flops_per_slice'] / 1e9:,.2f} G in training (dense: masked entries counted)"
-        )
-        lines.append(f"  {_shares(batch)}")
-        lines.append(
-            f"  {cost['num_steps']:,} steps: {cost['training_flops']:.2e} FLOPs, about {_hours(cost['gpu_hours'])} "
-            f"GPU-hours, {_hours(cost['gpu_hours'] / batch['num_workers'])} hours on {batch['num_workers']} GPUs"
-        )
-    lines.append("")
-    lines.append(
+        total, paper, workers = counts.pop("total"), found["paper_parameters"], batch["num_workers"]
+        most = batch["micro_batch_size"]
+        hours = cost["gpu_hours"]
+        lines += [
+            "",
+            f"{stage}: {total:,} parameters" + (f" (paper: ~{paper / 1e6:.0f}M)" if paper else ""),
+            *(f"  {part:<34}{count:>14,}" for part, count in counts.items()),
+            f"  FLOPs per slice: {found['flops_per_slice'] / 1e9:,.2f} G forward, "
+            f"{found['training_flops_per_slice'] / 1e9:,.2f} G in training (dense: masked entries counted)",
+            f"  batch of {batch['batch_size']:,} slices = {workers} worker{'s' if workers > 1 else ''} x "
+            f"{batch['slices_per_worker']:,} slices" + (f", at most {most:,} at once" if most else ""),
+            f"  {cost['num_steps']:,} steps: {cost['training_flops']:.2e} FLOPs, about {_hours(hours)} GPU-hours, "
+            f"{_hours(hours / workers)} hours on {workers} GPUs",
+        ]
+    lines += [
+        "",
         f"all stages: about {_hours(description['gpu_hours'])} GPU-hours of an {cost['card']}, if training in bfloat16 "
-        f"reaches {cost['mfu']:.0%} of {cost['peak_flops'] / 1e12:.0f} TFLOP/s (assumed)"
-    )
+        f"reaches {cost['mfu']:.0%} of {cost['peak_flops'] / 1e12:.0f} TFLOP/s (assumed)",
+    ]
     return "\n".join(lines)
-
-
-def _shares(batch: dict[str, Any]) -> str:
-    """How the workers share one optimiser step. The micro-batch that fits a GPU is found when training starts."""
-    workers = f"{batch['num_workers']} worker{'s' if batch['num_workers'] > 1 else ''}"
-    most = batch["micro_batch_size"]
-    cap = "" if most is None else f", in micro-batches of at most {most:,}"
-    return f"batch of {batch['batch_size']:,} slices = {workers} x {batch['slices_per_worker']:,} slices{cap}"
 
 
 def _hours(value: float) -> str:

@@ -5,6 +5,8 @@ python -m pytest tests/pipelines/test_config.py
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -293,15 +295,32 @@ EFFECTIVE = {  # override -> commands on which it has an effect
 }
 
 
+@functools.cache
+def loaded_once(name: str, overrides: tuple[str, ...]) -> ExperimentConfig:
+    return load(name, overrides)
+
+
+@pytest.fixture
+def cached_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same config is compared for many commands."""
+
+    def cached(name: str, overrides: Sequence[str] = ()) -> ExperimentConfig:
+        return loaded_once(name, tuple(overrides))
+
+    monkeypatch.setattr("pipelines.overrides.load", cached)
+
+
 def said(name: str, *overrides: str, only: str = "") -> list[str]:
     def reads(config: ExperimentConfig) -> object:
         return what_runs(config, only=(only,) if only else (), images=None)
 
-    return notes(load(name, overrides), name, overrides, command="it", reads=reads)
+    return notes(loaded_once(name, overrides), name, overrides, command="it", reads=reads)
 
 
 @pytest.mark.parametrize(("overrides", "effective"), EFFECTIVE.items(), ids=[" ".join(key) for key in EFFECTIVE])
-def test_an_override_without_effect_is_said(overrides: tuple[str, ...], effective: tuple[str, ...]) -> None:
+def test_an_override_without_effect_is_said(
+    overrides: tuple[str, ...], effective: tuple[str, ...], cached_load: None
+) -> None:
     key = overrides[0].partition("=")[0]
     idle = {only for only in ALL if any(line.startswith(key) for line in said("debug", *overrides, only=only))}
     assert idle == set(ALL) - set(effective)
