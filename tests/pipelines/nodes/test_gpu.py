@@ -57,7 +57,7 @@ def test_a_training_runs_with_the_micro_batch_that_it_found(
     state.check()
 
 
-def test_a_gpu_that_holds_not_even_one_slice_is_told(
+def test_a_gpu_that_holds_not_even_one_slice_is_refused(
     limit: Callable[[float], None], tiny_config: Callable[..., Any]
 ) -> None:
     model = SPN(tiny_config("size_upscale", image_size=32, scaling_factor=2, num_bits=8)).cuda()

@@ -1,4 +1,4 @@
-"""The node prepare_data: what it refuses is the user's to change, told in one line.
+"""The node prepare_data: what it refuses is reported in one line, for the user to change.
 
 python -m pytest tests/pipelines/nodes/test_prepare_data.py
 """
@@ -84,7 +84,7 @@ def context_of(folder: Path, **changes: object) -> NodeContext:
 
 
 @pytest.mark.parametrize(("make", "changes", "message"), CASES.values(), ids=CASES)
-def test_a_source_that_cannot_be_built_from_is_a_mistake_told_in_one_line(
+def test_an_unusable_source_is_reported_in_one_line(
     make: Callable[[Path], None], changes: dict, message: str, tmp_path: Path
 ) -> None:
     """None of these needs Ray: they are found before the first task."""
@@ -102,7 +102,7 @@ def test_a_source_that_cannot_be_built_from_is_a_mistake_told_in_one_line(
 @pytest.mark.parametrize(
     ("error", "lost"), [(ValueError("a bug"), False), (OSError(errno.EIO, "Input/output error"), True)], ids=str
 )
-def test_what_is_not_the_users_mistake_is_not_told_as_one(
+def test_other_errors_are_not_reported_as_the_users(
     error: Exception, lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fault of the program keeps its kind; storage that is away makes the node start again."""

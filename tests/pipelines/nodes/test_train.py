@@ -315,7 +315,7 @@ def test_target_slices_are_drawn_evenly_from_all_meta_positions(stage, made) -> 
     assert not torch.equal(index, made(stage, epoch=1).index)
 
 
-def test_a_first_slice_network_trains_on_slice_0_0_alone_if_told_so(made) -> None:
+def test_a_first_slice_network_trains_on_slice_0_0_alone_if_asked(made) -> None:
     """Other stages need all slices whatever is set."""
     assert not made("first_slice", slices="first").index.any()
     assert len(made("size_upscale", slices="first").index.unique()) == 4
@@ -327,7 +327,7 @@ def test_a_network_gets_the_bits_that_it_generates_and_those_above_as_given(made
     assert torch.equal(high.given, low.image)
 
 
-def test_half_of_the_images_are_flipped_if_told_so(made) -> None:
+def test_half_of_the_images_are_flipped_if_asked(made) -> None:
     """As whole images, before they are cut into slices, and the given bits with them."""
     plain, flipped = made("depth_upscale"), made("depth_upscale", horizontal_flip=True)
     turned = torch.tensor([not torch.equal(a, b) for a, b in zip(plain.image, flipped.image, strict=True)])
