@@ -42,7 +42,7 @@ RGB images as Parquet, one folder for each resolution ({_numbers(config["resolut
 - Pixels: {_PROFILES[config["profile"]]}{_deviations(config)}.
 - Conversions, in images: {_counts(manifest.conversions)}.
 - Photos that could not be used (`quarantine.parquet`): {_counts(manifest.quarantine)}.
-- Files of the source that are no images: {_counts(manifest.source["skipped"])}.
+- Files of the source that are not images: {_counts(manifest.source["skipped"])}.
 - Columns: `key` (path in the source), `label` (null where unknown), `orig_h`, `orig_w` (of the whole photo), `flags`
   (one bit for each conversion), `px` (height x width x 3 bytes, row by row). Rows are in the same order everywhere.
 - `manifest.json` lists every file with its checksum; files that it does not list do not belong to the data set.
@@ -60,7 +60,7 @@ def _deviations(config: dict) -> str:
 
 
 def counts(manifest: Manifest) -> list[str]:
-    """The same for a terminal: source, images by split, conversions, quarantine, files that are no image."""
+    """The same for a terminal: source, images by split, conversions, quarantine, skipped files."""
     found = manifest.num_images
     images = ", ".join(f"{found[split]} {split}" for split in SPLITS if split in found)
     lines = [f"source: {manifest.source['name']} ({manifest.source['recognised_by']})"]

@@ -191,7 +191,7 @@ def _open(data: bytes) -> Image.Image:
         if data.startswith(_TIFF_MAGIC):
             raise UnusableImage("unsupported_format", "TIFF") from None
         raise UnusableImage("not_an_image", f"starts with {data[:16]!r}") from None
-    except (OSError, SyntaxError, ValueError) as error:
+    except Exception as error:  # a damaged file fails in many ways
         raise UnusableImage("corrupt_data", str(error)) from None
     _refuse_bomb(image.height, image.width, limit=MAX_WEBP_PIXELS if image.format == "WEBP" else MAX_PIXELS)
     return image
@@ -209,7 +209,7 @@ def _to_rgb(image: Image.Image, *, sixteen_bit: bool = False) -> tuple[np.ndarra
     except MemoryError:  # a row of pixels that is too long for the decoder
         message = f"{image.format} of {image.width}x{image.height} pixels needs too much memory"
         raise UnusableImage("decompression_bomb", message) from None
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
+    except Exception as error:  # a damaged file fails in many ways
         reason = "truncated" if "truncated" in str(error) else "corrupt_data"
         raise UnusableImage(reason, str(error)) from None
     mode = image.mode
@@ -265,7 +265,8 @@ def resize_square(square: np.ndarray, side: int, *, profile: str) -> np.ndarray:
 def resize_squares(square: np.ndarray, sides: list[int], *, profile: str) -> dict[int, np.ndarray]:
     """(H, W, 3) uint8 -> side: (side, side, 3) uint8, for several sides in one pass over the pixels.
 
-    What is no square is squashed into one. `profile` decides the rounding; an array of the right size stays as it is.
+    An array that is not a square is squashed into one; one of the right size is returned unchanged. `profile` decides
+    the rounding.
     """
     others = [side for side in sides if square.shape[:2] != (side, side)]
     resized = resize.resize_area(square, [(side, side) for side in others]) if others else []

@@ -350,7 +350,7 @@ class Reader:
         if path and not is_unsafe(path):
             try:
                 return self._store.read_bytes(path)
-            except OSError as error:
+            except (OSError, ValueError) as error:  # it may not even be a possible name
                 if is_transient(error):
                     raise
         raise UnusableImage("missing_bytes", f"the row has no bytes, and no file {path} lies below the source's root")

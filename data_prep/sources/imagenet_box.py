@@ -121,7 +121,7 @@ def _read_npz(stream: pa.NativeFile, path: str) -> Batch:
                 offset = _member_offset(stream, info) + header
     except KeyError:
         raise UnusableSource("shape_mismatch", f"{path}: it has no array called data") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:  # zipfile's
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, MemoryError) as error:
         raise UnusableSource("corrupt_source_file", f"{path}: {error}") from None
     except ValueError as error:
         if isinstance(error, UnusableSource):

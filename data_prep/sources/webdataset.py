@@ -135,7 +135,7 @@ def _read_label(sample: _Sample, suffix: str, data: bytes) -> None:
             value = data.decode().strip()
         sample.has_label = True
         sample.label = int(value)
-    except (ValueError, TypeError, UnicodeDecodeError):
+    except (ValueError, TypeError, RecursionError):
         sample.has_label = True
         sample.problem = ("bad_label", f"its label is {data[:40]!r}, not a number")
 

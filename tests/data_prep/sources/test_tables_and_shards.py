@@ -78,7 +78,10 @@ def test_a_missing_file_of_a_series_is_named(tmp_path: pathlib.Path, jpegs: list
 
 def test_rows_may_name_files_below_the_root_only(tmp_path: pathlib.Path, jpegs: list, rendered: Callable):
     (tmp_path / "outside.jpg").write_bytes(jpegs[1][1])
-    rows = [{"bytes": None, "path": path} for path in ("inside.jpg", "../outside.jpg", str(tmp_path / "outside.jpg"))]
+    rows = [
+        {"bytes": None, "path": path}
+        for path in ("inside.jpg", "../outside.jpg", str(tmp_path / "outside.jpg"), "a\0b")
+    ]
     write_parquet(tmp_path / "raw" / "train.parquet", rows)
     (tmp_path / "raw" / "inside.jpg").write_bytes(jpegs[0][1])
     found = rendered(config(tmp_path / "raw", source="hf_parquet"))
@@ -141,6 +144,15 @@ def test_a_shard_of_images_alone_needs_its_source_named(tmp_path: pathlib.Path, 
         sources.find(config(tmp_path))
     named = dataclasses.replace(config(tmp_path), source="webdataset")
     assert len(sources.find(named).items) == len(jpegs)
+
+
+def test_labels_that_no_parser_can_read_go_to_quarantine(tmp_path: pathlib.Path, jpegs: list):
+    bad = (b"[" * 200_000, b"\xff", b"9" * 5_000, b'{"label": {}}')
+    write_shard(
+        tmp_path / "t.tar", [m for i, data in enumerate(bad) for m in ((f"{i}.jpg", b"x"), (f"{i}.json", data))]
+    )
+    found = sources.find(config(tmp_path))
+    assert [rejected.reason for rejected in found.rejected] == ["bad_label"] * len(bad) and not found.items
 
 
 @pytest.mark.parametrize("damage", ["cut", "noise", "empty"])
