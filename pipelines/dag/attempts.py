@@ -116,7 +116,7 @@ def time_of(attempt: str) -> datetime:
 
 
 def history(store: Store, node: str) -> list[Attempt]:
-    """All attempts of a node under whatever fingerprint, newest first."""
+    """All attempts of a node under any fingerprint, newest first."""
     found = []
     for made_by in store.list(posixpath.join("nodes", node)):
         if made_by.is_folder:

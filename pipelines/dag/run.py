@@ -238,7 +238,7 @@ class _Engine:
             "starts": [*starts, now],
             "ingredients": decision.ingredients,
             "mlflow_run_id": handle.run_id,
-            "lock": self.lock.token if self.lock is not None else None,  # tells whose work it is without any clock
+            "lock": self.lock.token if self.lock is not None else None,  # whose work it is
         }
         store.write_bytes(posixpath.join(folder, attempts.STARTED), json.dumps(started, indent=1).encode())
         context = NodeContext[Any](

@@ -1,6 +1,6 @@
 """What happens inside a node's Ray task: it calls the function, keeps a log, and seals the outputs with _SUCCESS.json.
 
-It also tells faults of the infrastructure, after which a node is retried, from failures of the node's own code.
+It also decides which failures are faults of the infrastructure, after which a node is retried.
 """
 
 from __future__ import annotations

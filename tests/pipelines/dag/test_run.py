@@ -176,16 +176,16 @@ def test_a_node_whose_process_dies_is_retried_so_often_and_then_fails(store: Sto
 
 @pytest.mark.faults
 def test_a_killed_node_resumes_in_its_attempt_or_starts_over_in_a_new_one(store: Store) -> None:
-    nodes = [node(name, "die_once", max_failures=3, resumable=name == "goes_on") for name in ("goes_on", "starts_over")]
+    nodes = [node(name, "die_once", max_failures=3, resumable=name == "resumes") for name in ("resumes", "starts_over")]
     report, _ = go(store, nodes)
     assert report.ok
-    assert [report.nodes[name].metrics["restarts"] for name in ("goes_on", "starts_over")] == [1, 1]
-    assert len(attempts.history(store, "goes_on")) == 1 and len(attempts.history(store, "starts_over")) == 2
+    assert [report.nodes[name].metrics["restarts"] for name in ("resumes", "starts_over")] == [1, 1]
+    assert len(attempts.history(store, "resumes")) == 1 and len(attempts.history(store, "starts_over")) == 2
 
 
 def test_waits_grow_between_tries_after_storage_failed(store: Store, tmp_path: Path) -> None:
     config = Toy(place=str(tmp_path), times=2)
-    report, lines = go(store, [node("a", "hiccup", config=config, max_failures=2, retry_wait_sec=0.25)])
+    report, lines = go(store, [node("a", "storage_fails", config=config, max_failures=2, retry_wait_sec=0.25)])
     assert report.ok and (tmp_path / "tries").read_text() == "xxx"
     waits = [line.rsplit(" in ", 1)[1] for line in lines if "lost" in line]
     assert waits == ["0.25 s", "0.5 s"]
@@ -194,12 +194,12 @@ def test_waits_grow_between_tries_after_storage_failed(store: Store, tmp_path: P
 @pytest.mark.parametrize("mistake", ["full disk", "own error"])
 def test_what_would_fail_again_is_not_tried_again(store: Store, tmp_path: Path, flag: Path, mistake: str) -> None:
     config = Toy(place=str(tmp_path), times=1, errno=errno.ENOSPC, broken=str(flag))
-    function = "hiccup" if mistake == "full disk" else "fail_while"
+    function = "storage_fails" if mistake == "full disk" else "fail_while"
     report, _ = go(store, [node("a", function, config=config, max_failures=3)])
     assert states(report) == {"a": "failed"} and len(attempts.history(store, "a")) == 1
 
 
-def test_an_unfinished_resumable_attempt_goes_on_in_place(store: Store, flag: Path) -> None:
+def test_an_unfinished_resumable_attempt_resumes_in_place(store: Store, flag: Path) -> None:
     nodes = [node("a", "count", config=Toy(broken=str(flag)), resumable=True)]
     failed, _ = go(store, nodes)
     flag.unlink()
@@ -302,7 +302,7 @@ def test_a_start_that_lost_its_lock_stops(store: Store, tmp_path: Path) -> None:
             run(made, tracker=SilentTracker(), display=display, capacity=TWO_CPUS, lock=lock)
         thread.join()
         (attempt,) = attempts.history(store, "a")
-        assert attempt.started["lock"] == lock.token, "--status tells by it whose work this is"
+        assert attempt.started["lock"] == lock.token, "by it --status knows whose work this is"
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def die(context: NodeContext) -> NodeResult:
     raise AssertionError
 
 
-def hiccup(context: NodeContext) -> NodeResult:
+def storage_fails(context: NodeContext) -> NodeResult:
     """Storage fails config.times times, then all is well; other errors of storage with config.errno."""
     tries = Path(context.config.place, "tries")
     done = len(tries.read_text()) if tries.exists() else 0
@@ -94,7 +94,7 @@ def die_once(context: NodeContext) -> NodeResult:
 
 
 def count(context: NodeContext) -> NodeResult:
-    """Three steps, one file each; stops in the middle as long as config.broken exists. Goes on where it was."""
+    """Three steps, one file each; stops in the middle as long as config.broken exists. Resumes where it stopped."""
     with context.run.open() as run:
         for step in range(3):
             file = Path(context.out, f"step{step}.txt")
