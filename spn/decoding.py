@@ -162,6 +162,7 @@ def prepare(model: SPN) -> DecoderWeights:
     for layer in decoder.layers:
         local = _ends(24) if layer.is_first else conv
         link = layer.link.weight[order]
+        assert layer.vertical.bias is not None
         fold = torch.einsum("og,gcyx->yxco", link, layer.vertical.weight).flatten(0, 2)  # [6 C, 2C]
         cond = layer.cond.weight[order].t()
         current, up, down = layer.current.masked_weight()[order], layer.up.masked_weight(), []
@@ -292,22 +293,21 @@ def start_pixel(weights: DecoderWeights, cache: DecoderCache, previous: Tensor, 
 
     previous [B, 24]: embedded pixel before this one in raster order, zeros for the first.
     """
-    attention = weights.decoder.attention
-    position = row * weights.width + column
-    x = attention.project(previous)
-    if weights.stem is not None:
-        assert cache.pixels is not None
+    decoder, position = weights.decoder, row * weights.width + column
+    x = decoder.attention.project(previous)
+    if isinstance(decoder, ModernDecoder):
+        assert cache.pixels is not None and weights.stem is not None
         window = cache.pixels[:, row : row + STEM_ROWS, column : column + STEM_COLUMNS]
         x = x + window.flatten(1) @ weights.stem
         if cache.surroundings is not None:
             x = x + cache.surroundings[:, column]
-        for layer, keys, values in zip(attention.layers, cache.keys, cache.values, strict=True):
-            x = _attend_modern(layer, x, keys, values, position, attention.turns)
+        for modern, keys, values in zip(decoder.attention.layers, cache.keys, cache.values, strict=True):
+            x = _attend_modern(modern, x, keys, values, position, decoder.attention.turns)
     else:
-        x = x + attention.timing[position].to(x.dtype)
-        for layer, keys, values in zip(attention.layers, cache.keys, cache.values, strict=True):
-            x = _attend(layer, x, keys, values, position)
-    x = attention.norm(x)
+        x = x + decoder.attention.timing[position].to(x.dtype)
+        for paper, keys, values in zip(decoder.attention.layers, cache.keys, cache.values, strict=True):
+            x = _attend(paper, x, keys, values, position)
+    x = decoder.attention.norm(x)
     for i, layer in enumerate(weights.layers):
         gate = cache.from_above[i][:, column] + x @ layer.attention
         cache.gate[i] = torch.addmm(gate, cache.row[i][:, column], layer.left)

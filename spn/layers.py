@@ -7,13 +7,16 @@ B batch, h w slice, T = h * w positions in raster order, D attention width, C co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from spn.modern import GroupNorm
 
 
 def group_sizes(num_channels: int) -> list[int]:
@@ -34,6 +37,14 @@ def rgb_mask(out_groups: Tensor, in_groups: Tensor, *, strict: bool) -> Tensor:
     """
     out, inp = out_groups[:, None], in_groups[None, :]
     return out > inp if strict else out >= inp
+
+
+Block = TypeVar("Block", bound=nn.Module)
+
+
+def module_list(modules: Iterable[Block]) -> Sequence[Block]:
+    """An nn.ModuleList whose items keep their type."""
+    return cast("Sequence[Block]", nn.ModuleList(modules))
 
 
 def run_layer(layer: Callable[..., Any], *inputs: Any, recompute: bool) -> Any:
@@ -76,7 +87,7 @@ class GatedPixelCNNLayer(nn.Module):
         residual_channels: int,
         cond_channels: int,
         first_input: Tensor | None,
-        norm: nn.Module | None = None,
+        norm: GroupNorm | None = None,
     ) -> None:
         """first_input: RGB groups of the embedded input channels for the first layer, None for later layers.
 
@@ -209,7 +220,7 @@ class AttentionStack(nn.Module):
         self.project = nn.Linear(in_channels, width)
         timing = timing_signal(length, width).to(self.project.weight.device)
         self.register_buffer("timing", timing, persistent=False)
-        self.layers = nn.ModuleList(
+        self.layers = module_list(
             TransformerLayer(width=width, num_heads=num_heads, num_rows=num_rows, causal=causal, dropout=dropout)
             for _ in range(num_layers)
         )

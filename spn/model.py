@@ -23,33 +23,40 @@ from spn.layers import (
     SelfAttention,
     channel_groups,
     group_sizes,
+    module_list,
     run_layer,
 )
 from spn.modern import CausalStem, GroupNorm, ModernLayer, ModernStack
 from spn.ordering import slot_sources, target_slices
 
 
-def attention_stack(
+def paper_attention(
     own: DecoderConfig | EmbedderConfig, *, in_channels: int, slice_size: int, causal: bool
-) -> AttentionStack | ModernStack:
-    """The attention part of a decoder or embedder, by its recipe."""
-    sizes = dict(num_layers=own.num_attn_layers, num_heads=own.num_attn_heads, head_dim=own.attn_head_dim)
-    if own.recipe == "modern":
-        return ModernStack(
-            in_channels=in_channels,
-            slice_size=slice_size,
-            hidden=own.num_memory_rows,
-            causal=causal,
-            dropout=own.dropout,
-            **sizes,
-        )
+) -> AttentionStack:
     return AttentionStack(
         in_channels=in_channels,
         length=slice_size**2,
+        num_layers=own.num_attn_layers,
+        num_heads=own.num_attn_heads,
+        head_dim=own.attn_head_dim,
         num_rows=own.num_memory_rows,
         causal=causal,
         dropout=own.dropout,
-        **sizes,
+    )
+
+
+def modern_attention(
+    own: DecoderConfig | EmbedderConfig, *, in_channels: int, slice_size: int, causal: bool
+) -> ModernStack:
+    return ModernStack(
+        in_channels=in_channels,
+        slice_size=slice_size,
+        num_layers=own.num_attn_layers,
+        num_heads=own.num_attn_heads,
+        head_dim=own.attn_head_dim,
+        hidden=own.num_memory_rows,
+        causal=causal,
+        dropout=own.dropout,
     )
 
 
@@ -76,12 +83,13 @@ class SliceEmbedder(nn.Module):
         self.meta_position = nn.Embedding(num_slices, META_UNITS)
         device = self.meta_position.weight.device
         self.register_buffer("sources", slot_sources(config.scaling_factor).to(device), persistent=False)
-        self.attention = attention_stack(own, in_channels=channels, slice_size=config.slice_size, causal=False)
+        attention = modern_attention if own.recipe == "modern" else paper_attention
+        self.attention = attention(own, in_channels=channels, slice_size=config.slice_size, causal=False)
         attn_width = own.num_attn_heads * own.attn_head_dim
         # Recipe modern: the image's pixels around a target pixel are spread over slices and neighbouring positions.
         self.stem = nn.Conv2d(attn_width, attn_width, 3, padding=1, bias=False) if own.recipe == "modern" else None
         self.widen = nn.Linear(attn_width, own.residual_channels)
-        self.blocks = nn.ModuleList(
+        self.blocks = module_list(
             ResidualBlock(residual_channels=own.residual_channels, conv_channels=own.conv_channels)
             for _ in range(own.num_conv_layers)
         )
@@ -118,10 +126,10 @@ class SliceEmbedder(nn.Module):
         return torch.cat(parts, dim=-1)
 
 
-def pixelcnn_layers(config: SPNConfig, pixel_groups: Tensor) -> nn.ModuleList:
+def pixelcnn_layers(config: SPNConfig, pixel_groups: Tensor) -> Sequence[GatedPixelCNNLayer]:
     """The decoder's Gated PixelCNN, conditioned on attention and, where there is an embedder, on s."""
     own = config.decoder
-    return nn.ModuleList(
+    return module_list(
         GatedPixelCNNLayer(
             conv_channels=own.conv_channels,
             residual_channels=own.residual_channels,
@@ -159,7 +167,7 @@ class PaperDecoder(nn.Module):
         super().__init__()
         self.num_values = config.num_values
         self.intensity = IntensityEmbedding(num_values=config.num_values)
-        self.attention = attention_stack(config.decoder, in_channels=24, slice_size=config.slice_size, causal=True)
+        self.attention = paper_attention(config.decoder, in_channels=24, slice_size=config.slice_size, causal=True)
         self.layers = pixelcnn_layers(config, self.intensity.groups())
         self.head = make_head(config)
         self.recompute = False
@@ -191,7 +199,7 @@ class ModernDecoder(nn.Module):
         self.num_values = config.num_values
         self.intensity = IntensityEmbedding(num_values=config.num_values)
         self.stem = CausalStem(in_channels=24, width=attn_width)
-        self.attention = attention_stack(own, in_channels=24, slice_size=config.slice_size, causal=True)
+        self.attention = modern_attention(own, in_channels=24, slice_size=config.slice_size, causal=True)
         self.surroundings = None
         if config.embedder is not None:
             self.surroundings = nn.Linear(config.embedder.conv_channels, attn_width, bias=False)
@@ -228,7 +236,9 @@ class SPN(nn.Module):
         super().__init__()
         self.config = config
         self.embedder = SliceEmbedder(config) if config.embedder is not None else None
-        self.decoder = ModernDecoder(config) if config.decoder.recipe == "modern" else PaperDecoder(config)
+        self.decoder: PaperDecoder | ModernDecoder = (
+            ModernDecoder(config) if config.decoder.recipe == "modern" else PaperDecoder(config)
+        )
         init_weights(self)
 
     def context(self, slices: Tensor, index: Tensor, given: Tensor | None) -> Tensor | None:
@@ -252,7 +262,7 @@ class SPN(nn.Module):
 def recompute_activations(model: SPN) -> None:
     """Trade time for memory in training: every layer keeps its input only and runs again in the backward pass."""
     for module in model.modules():
-        if hasattr(module, "recompute"):
+        if isinstance(module, AttentionStack | ModernStack | SliceEmbedder | PaperDecoder | ModernDecoder):
             module.recompute = True
 
 
@@ -300,7 +310,7 @@ def init_weights(model: SPN) -> None:
             nn.init.zeros_(module.ffn_out.weight)
         if isinstance(module, GatedPixelCNNLayer) and module.norm is not None:
             nn.init.zeros_(module.up.weight)
-    if model.embedder is not None and model.config.embedder.recipe == "modern":
+    if model.embedder is not None and model.embedder.stem is not None:  # recipe modern
         for block in model.embedder.blocks:
             nn.init.zeros_(block.up.weight)
         _smooth_tables(model.embedder)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spn.layers import group_sizes, run_layer
+from spn.layers import group_sizes, module_list, run_layer
 
 STEM_ROWS, STEM_COLUMNS = 4, 7  # what the decoder's stem sees: this row and three above, three columns on either side
 
@@ -134,7 +134,7 @@ class ModernStack(nn.Module):
         super().__init__()
         width = num_heads * head_dim
         self.project = nn.Linear(in_channels, width)
-        self.layers = nn.ModuleList(
+        self.layers = module_list(
             ModernLayer(width=width, num_heads=num_heads, hidden=hidden, causal=causal, dropout=dropout)
             for _ in range(num_layers)
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,9 +56,9 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: list[Tensor], *, lr: float, momentum: float, weight_decay: float, parts: Mapping[Tensor, int]
+        self, params: Sequence[Tensor], *, lr: float, momentum: float, weight_decay: float, parts: Mapping[Tensor, int]
     ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        super().__init__(list(params), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.parts = parts
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from spn.config import SPNConfig, TrainConfig
 from spn.model import SPN, nll_nats
-from spn.optimizers import make_optimizer
+from spn.optimizers import Together, make_optimizer
 from spn.ordering import image_to_slices, target_slices
 
 
@@ -110,7 +110,7 @@ class TrainState:
     """All that resuming needs, beside the data position, which is step * batch_size."""
 
     model: SPN
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | Together
     polyak: Polyak
     step: int = 0
     finite: FiniteCheck | None = None  # of the last step, until it is read
@@ -233,7 +233,8 @@ def fit(
     checkpoints. Whatever the callbacks do, state is complete when they are called.
     """
     model = state.model.train()
-    nats, num_images, steps, waited, started = 0.0, 0, 0, 0.0, time.perf_counter()  # of this worker since the last log
+    none = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    nats, num_images, steps, waited, started = none, 0, 0, 0.0, time.perf_counter()  # of this worker since the last log
     while state.step < config.num_steps:
         asked = time.perf_counter()
         micro_batches = next(batches)
@@ -261,7 +262,7 @@ def fit(
                     "images_seen": step * config.batch_size,
                 },
             )
-            nats, num_images, steps, waited, started = 0.0, 0, 0, 0.0, time.perf_counter()
+            nats, num_images, steps, waited, started = none, 0, 0, 0.0, time.perf_counter()
         if step % config.eval_every_steps == 0 or finished:
             paused = time.perf_counter()
             with state.polyak.applied(model):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from spn.gpu.training import FastModernDecoder, FastPaperDecoder
 from spn.layers import GatedPixelCNNLayer, TransformerLayer, group_sizes
 from spn.model import SPN, ModernDecoder, PaperDecoder
-from spn.modern import ModernLayer
+from spn.modern import ModernLayer, ModernStack
 
 ALIGN = 16  # channels
 
@@ -50,7 +50,7 @@ def _spread_gate(x: Tensor, padded: int) -> Tensor:
     return torch.stack(halves, dim=1).flatten(0, 2)
 
 
-def _normed(norm: nn.Module, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _normed(norm: nn.LayerNorm | nn.RMSNorm, weight: Tensor) -> tuple[Tensor, Tensor]:
     """W' and b with W norm(x) = (W' x) / deviation(x) + b: W' has the gain, and rows that take out the mean."""
     bias = torch.zeros_like(weight[:, 0])
     if isinstance(norm, nn.LayerNorm):
@@ -89,6 +89,7 @@ class _Gates:
         def double(x: Tensor) -> Tensor:
             return x.detach().double()
 
+        assert layer.vertical.bias is not None
         link = double(layer.link.weight)
         vertical = torch.einsum("og,gcyx->oyxc", link, double(layer.vertical.weight))
         self.above = _spread(_spread_gate(vertical, conv), 3, conv)  # [G, 2, 3, 3 P]
@@ -123,16 +124,17 @@ class FoldedWeights:
         self.table = decoder.intensity.table.weight.detach().float().contiguous()
         self.project = self._own(attention.project.weight)
         self.project_bias = attention.project.bias.detach().float().contiguous()
-        self.timing = None if self.modern else attention.timing.float().contiguous()
-        self.turns = attention.turns.float().contiguous() if self.modern else None
         self.stem = self.surroundings = None
         if isinstance(decoder, ModernDecoder):
             self.stem = self._own(decoder.stem.masked_weight().permute(0, 2, 3, 1).flatten(1))
             if decoder.surroundings is not None:
                 self.surroundings = self._own(decoder.surroundings.weight.t())
-        if self.modern:
+        self.timing = self.turns = None
+        if isinstance(attention, ModernStack):
+            self.turns = attention.turns.float().contiguous()
             self.attention = [self._pack_modern_attention(layer) for layer in attention.layers]
         else:
+            self.timing = attention.timing.float().contiguous()
             pairs = zip_longest(attention.layers, attention.layers[1:])
             self.attention = [self._pack_attention(layer, after) for layer, after in pairs]
             if attention.layers:

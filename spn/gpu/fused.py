@@ -201,6 +201,7 @@ class FusedDecoder:
         if context.shape[-1]:
             self.from_above += (context @ weights.gate_context).view(batch, size, layers, -1)
         if weights.surroundings is not None:
+            assert self.from_context is not None
             self.from_context.copy_(context @ weights.surroundings)
         if self.modern:
             self.direct_above.copy_(weights.direct_bias.expand_as(self.direct_above))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -129,6 +129,7 @@ def masked_filter(layer: GatedPixelCNNLayer) -> tuple[Tensor, Tensor]:
     with weight_products(layer.link.weight.device.type):
         above = torch.einsum("og,gcyx->ocyx", layer.link.weight, layer.vertical.weight)
         taps = [layer.left.weight, layer.current.masked_weight(), torch.zeros_like(layer.left.weight)]
+        assert layer.vertical.bias is not None
         weight = torch.cat([above, torch.stack(taps, dim=-1)[:, :, None]], dim=2)
         return weight, layer.current.bias + layer.link.weight @ layer.vertical.bias
 
@@ -153,15 +154,15 @@ def run_group(
     """
     with weight_products(x.device.type):
         up = torch.cat([layer.up.masked_weight() for layer in layers], dim=1)  # [R, group * C]
-        downs = [None if layer.down is None else layer.down.masked_weight() for layer in layers]
+        downs: list[Any] = [None if layer.down is None else layer.down.masked_weight() for layer in layers]
         sums = [torch.zeros_like(layers[0].up.bias) if shift is None else shift]  # the shift before each layer
         for layer in layers:
             sums.append(sums[-1] + layer.up.bias)
-        biases = [
-            None if down is None else layer.down.bias + down @ before
+        biases: list[Any] = [
+            None if layer.down is None else layer.down.bias + down @ before
             for layer, down, before in zip(layers, downs, sums[:-1], strict=True)
         ]
-    narrow = None if shift is None else F.linear(x, torch.cat(downs), torch.cat(biases)).chunk(len(layers), dim=-1)
+    narrow: Any = None if shift is None else F.linear(x, torch.cat(downs), torch.cat(biases)).chunk(len(layers), dim=-1)
     found: list[Tensor] = []  # y of the layers so far
     for number, layer in enumerate(layers):
         if layer.is_first:
@@ -182,6 +183,7 @@ def run_normed(layer: GatedPixelCNNLayer, x: Tensor, shift: Tensor | None, cond:
     """One layer of recipe modern, whose norm reads the whole stream; arguments as of `run_group`."""
     if shift is None:
         return F.linear(gated(layer, x, cond), layer.up.masked_weight()), layer.up.bias
+    assert layer.down is not None and layer.norm is not None
     y = gated(layer, layer.down(layer.norm(add_shift(x, shift))), cond)
     return add_product(x, y, layer.up.masked_weight()), shift + layer.up.bias
 
@@ -202,7 +204,7 @@ class FastPaperDecoder(PaperDecoder):
         attended = self.attention(self.attention.project(shift_one_pixel(pixels)))
         layers = list(self.layers)
         _, conds = conditioning(layers, attended.unflatten(1, target.shape[2:]), context)
-        x, shift = pixels, None
+        x, shift = pixels, cast("Tensor", None)  # the first layer starts both
         for start in range(0, len(layers), self.layers_a_group):
             group = slice(start, start + self.layers_a_group)
             x, shift = run_layer(run_group, layers[group], x, shift, conds[group], recompute=self.recompute)
@@ -221,7 +223,7 @@ class FastModernDecoder(ModernDecoder):
         attended = self.attention(self.attention.project(before) + local)
         layers = list(self.layers)
         cond, conds = conditioning(layers, attended.unflatten(1, target.shape[2:]), context)
-        x, shift = pixels, None
+        x, shift = pixels, cast("Tensor", None)  # the first layer starts both
         for layer, own in zip(layers, conds, strict=True):
             x, shift = run_layer(run_normed, layer, x, shift, own, recompute=self.recompute)
             if layer.is_first:

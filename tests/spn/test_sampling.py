@@ -7,19 +7,22 @@ python -m pytest tests/spn/test_sampling.py
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spn import sampling
 from spn.bitdepth import reduce_depth, split_depth
 from spn.decoding import Draws
 from spn.evaluation import chain_nats, image_nats
+from spn.gpu.folding import not_covered
+from spn.gpu.training import speed_up
 from spn.model import SPN
 from spn.ordering import image_to_slices, slices_to_image
-from spn.sampling import rows_to_sample, sample_chain, sample_slice_slowly, sample_stage, uniforms
+from spn.sampling import rows_to_sample, sample_chain, sample_slice_slowly, sample_stage, slice_decoder, uniforms
 from tests.spn.whole_images import context_of, logits_of, target_of
 
 UNEVEN = dict(num_layers=3, conv_channels=7, residual_channels=11, num_attn_layers=1, num_attn_heads=3)
@@ -379,3 +382,35 @@ def test_images_embedded_a_few_at_once_are_the_same(chain, monkeypatch):
     monkeypatch.setattr(sampling, "EMBEDDED_AT_ONCE", 2)
     assert same(sample_chain(models, seed=4, images=range(5)), whole)
     assert sizes == [2, 2, 1] * 4
+
+
+# ---- which decoder ------------------------------------------------------------------------------------------------
+
+
+def test_fused_is_refused_where_it_cannot_be_and_other_names_are_unknown(tiny_spn):
+    model = tiny_spn("baseline", seed=0, image_size=2, scaling_factor=1)
+    with pytest.raises(ValueError, match="decoder is 'fused', but the network is not on a GPU"):
+        slice_decoder(model, 1, decoder="fused")
+    with pytest.raises(ValueError, match="decoder is 'quick'; it must be one of auto, fused, plain"):
+        slice_decoder(model, 1, decoder="quick")
+
+
+@pytest.mark.parametrize("recipe", ["paper", "modern"])
+def test_the_fused_kernels_cover_the_networks_of_both_recipes_and_no_changed_one(recipe, tiny_config):
+    def network() -> SPN:
+        return SPN(tiny_config("depth_upscale", image_size=4, scaling_factor=2, decoder={"recipe": recipe}))
+
+    class Changed(type(network().decoder)):
+        pass
+
+    class ChangedNorm(nn.LayerNorm):
+        pass
+
+    for model in (network(), speed_up(network())):
+        assert not_covered(model) is None
+    changed, part, more = network(), network(), network()
+    changed.decoder.__class__ = Changed
+    part.decoder.attention.norm = ChangedNorm(8)
+    more.decoder.layers[1].skip = nn.Linear(2, 2)
+    for model, words in ((changed, "Changed"), (part, "ChangedNorm"), (more, r"layers\.1\.skip\.weight")):
+        assert re.search(f"(know|read) the decoder('s)? {words}$", not_covered(model))

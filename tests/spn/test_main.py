@@ -1,0 +1,22 @@
+"""python -m spn PHOTO: from a photo to a picture, in a few steps.
+
+python -m pytest tests/spn/test_main.py
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from PIL import Image
+
+from spn.__main__ import main
+
+
+def test_a_photo_becomes_a_picture(tmp_path, capsys):
+    """Crops of the photo in the top row, drawn ones below; bits/dim and the picture's path are printed."""
+    photo = np.random.default_rng(0).integers(256, size=(60, 80, 3), dtype=np.uint8)
+    Image.fromarray(photo).save(tmp_path / "photo.png")
+    main([str(tmp_path / "photo.png"), "--steps", "2", "--out", str(tmp_path / "drawn.png")])
+    with Image.open(tmp_path / "drawn.png") as drawn:
+        assert drawn.size == (512, 512) and len(set(drawn.convert("L").tobytes())) > 2
+    printed = capsys.readouterr().out
+    assert "valid/bits_per_dim" in printed and str(tmp_path / "drawn.png") in printed
