@@ -203,7 +203,7 @@ MODERN_MISTAKES = ["stem_reads_current_pixel", "norms_not_grouped"]
 EMBEDDER_MISTAKES = ["embedder_reads_later_slice", "embedder_reads_target"]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0])
 @pytest.mark.parametrize("mistake", DECODER_MISTAKES)
 @pytest.mark.parametrize("case", ["baseline", "first_slice", "size_upscale, S=2", "depth_upscale, S=2"])
 def test_a_broken_mask_of_the_decoder_is_noticed(case, mistake, seed, tiny_spn, break_mask):
@@ -215,7 +215,7 @@ def test_a_broken_mask_of_the_decoder_is_noticed(case, mistake, seed, tiny_spn, 
     assert all(leaks(block) for block in blocks)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0])
 @pytest.mark.parametrize("mistake", DECODER_MISTAKES + MODERN_MISTAKES)
 def test_a_broken_mask_of_recipe_modern_is_noticed(mistake, seed, tiny_spn, break_mask):
     """The same masks in the other recipe, and those that only it has."""
@@ -224,7 +224,7 @@ def test_a_broken_mask_of_recipe_modern_is_noticed(mistake, seed, tiny_spn, brea
     assert all(leaks(block) for block in blocks)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0])
 @pytest.mark.parametrize("mistake", EMBEDDER_MISTAKES)
 @pytest.mark.parametrize(
     "case", ["size_upscale, S=2", "size_upscale, S=4", "depth_upscale, S=2", "modern size_upscale"]
@@ -235,7 +235,7 @@ def test_an_embedder_that_reads_too_far_is_noticed(case, mistake, seed, tiny_spn
     assert leaks(influence(model, seed))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0])
 def test_a_plain_softmax_over_masked_keys_would_be_noticed_at_pixel_0(seed, tiny_spn):
     """The classic slip: a strict mask of large negative numbers, with which pixel 0 attends to all pixels alike."""
     model = tiny_spn("baseline", seed=seed, image_size=3, scaling_factor=1, num_bits=2)
@@ -254,7 +254,7 @@ def test_a_plain_softmax_over_masked_keys_would_be_noticed_at_pixel_0(seed, tiny
     assert influence(model, seed)[3:-3, :3].min() > SEEN  # all but the last pixel, which the shift leaves out
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0])
 def test_a_blind_spot_is_noticed(seed, tiny_spn):
     """A decoder without attention layers does not see the far upper right; an embedder without one slot not that slice.
 

@@ -20,19 +20,7 @@ from tests.spn.whole_images import logits_of, target_of
 SUM_TO_ONE = 1e-9
 BROKEN = 1e-4  # a sum further from 1 than this is noticed beyond doubt
 
-PIXEL_MISTAKES = [  # inside a pixel: these show in a slice of one pixel too
-    "mask_b_on_first_layer",
-    "gate_halves_not_grouped",
-    "down_not_masked",
-    "up_not_masked",
-    "head_not_masked",
-    "attention_not_shifted",
-]
-SLICE_MISTAKES = ["left_reads_current_pixel", "vertical_reads_own_row", "attention_not_causal"]
-MODERN_MISTAKES = ["stem_reads_current_pixel", "norms_not_grouped"]
-EMBEDDER_MISTAKES = ["embedder_reads_later_slice", "embedder_reads_target"]
-
-
+# Which mistakes a sum of probabilities is shown to notice: one for each stage and recipe. test_causality.py has all.
 RECIPES = {
     "paper": {},
     "modern": {part: dict(recipe="modern", num_memory_rows=10) for part in ("decoder", "embedder")},
@@ -82,13 +70,11 @@ def test_all_images_of_the_baseline_sum_to_one(seed, recipe, tiny_spn):
 
 @pytest.mark.parametrize(
     ("recipe", "mistake"),
-    [(recipe, mistake) for recipe in RECIPES for mistake in PIXEL_MISTAKES + SLICE_MISTAKES]
-    + [("modern", mistake) for mistake in MODERN_MISTAKES],
+    [("paper", "up_not_masked"), ("modern", "norms_not_grouped")],
 )
 def test_a_broken_baseline_does_not_sum_to_one(recipe, mistake, tiny_spn, break_mask):
-    for seed in (0, 1):
-        model = break_mask(mistake, baseline(tiny_spn, seed, recipe))
-        assert abs(total_probability(model, all_images(1, 2, 2), range(1)) - 1) > BROKEN
+    model = break_mask(mistake, baseline(tiny_spn, 0, recipe))
+    assert abs(total_probability(model, all_images(1, 2, 2), range(1)) - 1) > BROKEN
 
 
 def subscale(tiny_spn, seed: int, recipe: str = "paper") -> SPN:
@@ -107,13 +93,11 @@ def test_all_images_of_a_subscale_network_sum_to_one(seed, recipe, tiny_spn):
 
 @pytest.mark.parametrize(
     ("recipe", "mistake"),
-    [(recipe, mistake) for recipe in RECIPES for mistake in PIXEL_MISTAKES + EMBEDDER_MISTAKES]
-    + [("modern", mistake) for mistake in MODERN_MISTAKES],
+    [("paper", "embedder_reads_later_slice"), ("modern", "embedder_reads_target")],
 )
 def test_a_broken_subscale_network_does_not_sum_to_one(recipe, mistake, tiny_spn, break_mask):
-    for seed in (0, 1):
-        model = break_mask(mistake, subscale(tiny_spn, seed, recipe))
-        assert abs(total_probability(model, all_images(1, 2, 2), range(4)) - 1) > BROKEN
+    model = break_mask(mistake, subscale(tiny_spn, 0, recipe))
+    assert abs(total_probability(model, all_images(1, 2, 2), range(4)) - 1) > BROKEN
 
 
 # ---- each slice given the others ----------------------------------------------------------------------------------
@@ -145,8 +129,7 @@ def test_all_slices_sum_to_one_given_the_others(stage, target, seed, recipe, tin
 
 @pytest.mark.parametrize(
     ("recipe", "mistake"),
-    [(recipe, m) for recipe in RECIPES for m in [*PIXEL_MISTAKES, *SLICE_MISTAKES, "embedder_reads_target"]]
-    + [("modern", mistake) for mistake in MODERN_MISTAKES],
+    [("paper", "attention_not_causal"), ("modern", "stem_reads_current_pixel")],
 )
 def test_a_broken_slice_does_not_sum_to_one(recipe, mistake, tiny_spn, break_mask, random_values):
     target = 2  # the slice that `embedder_reads_target` spoils
@@ -206,7 +189,7 @@ def test_a_chain_of_depths_sums_to_one(seed, tiny_spn):
     assert abs(total - 1) < SUM_TO_ONE and worst < SUM_TO_ONE
 
 
-@pytest.mark.parametrize("mistake", PIXEL_MISTAKES)
+@pytest.mark.parametrize("mistake", ["down_not_masked"])
 @pytest.mark.parametrize("stage", range(3))
 def test_a_broken_chain_of_depths_does_not_sum_to_one(stage, mistake, tiny_spn, break_mask):
     """A mistake in any one of the three networks."""
@@ -277,13 +260,13 @@ def test_the_depth_part_of_the_chain_sums_to_one(seed, recipe, chosen, tiny_spn)
     assert (sums - 1).abs().max() < SUM_TO_ONE
 
 
-@pytest.mark.parametrize("mistake", PIXEL_MISTAKES + EMBEDDER_MISTAKES)
+@pytest.mark.parametrize("mistake", ["gate_halves_not_grouped", "embedder_reads_target"])
 def test_a_broken_chain_does_not_sum_to_one(mistake, tiny_spn, break_mask):
     """The mistake in each of the chain's networks in turn."""
     first, size, depth = full_chain(tiny_spn, 0)
     if mistake != "embedder_reads_later_slice":  # it spoils the first slice, which size upscaling does not score here
         assert abs(low_images_sum(first, break_mask(mistake, size)) - 1) > BROKEN
     assert abs(depth_completion_sums(break_mask(mistake, depth), all_images(1, 2, 2)[2730:2731]).item() - 1) > BROKEN
-    if mistake in PIXEL_MISTAKES:
+    if mistake != "embedder_reads_target":
         first, size, _ = full_chain(tiny_spn, 0)
         assert abs(low_images_sum(break_mask(mistake, first), size) - 1) > BROKEN
