@@ -35,11 +35,12 @@ faults: $(INSTALLED) ## killed workers, machines, drivers and servers; several R
 	$(BIN)/python -m pytest -m "faults and not gpu" $(ARGS)
 
 # In `make check test` the tests run once: the fast ones as part of `test`.
-check: lint $(if $(filter test,$(MAKECMDGOALS)),,fast) job ## style, import rules, fast tests and one submitted Ray job
+check: lint $(if $(filter test,$(MAKECMDGOALS)),,fast) job ## style, types, import rules, fast tests, one submitted Ray job
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 fast: $(INSTALLED)
@@ -56,7 +57,7 @@ ui: $(INSTALLED) ## MLflow on this machine's own port 5000 (RUN=runs/demo PORT=5
 		--backend-store-uri sqlite:///$(abspath $(RUN))/mlflow.db --host 127.0.0.1 --port $(PORT) --workers 1
 
 clean: ## removes .venv and caches; runs/ stays
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
 	find spn data_prep pipelines tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first: pip would otherwise take the default build, gigabytes of CUDA, on machines without a GPU too.

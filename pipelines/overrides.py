@@ -33,6 +33,7 @@ def notes(
     anyway is passed over.
     """
     lines, idle = [], []
+    now = reads(config) if overrides else None
     for key in dict.fromkeys(map(key_of, overrides)):
         try:
             without = load(name_or_path, [other for other in overrides if key_of(other) != key])
@@ -41,7 +42,7 @@ def notes(
         if without == config or stage_names(without) != stage_names(config):
             continue
         shadowing = _stages_with_their_own(key, config, without, overrides)
-        if reads(without) == reads(config) and shadowing != stage_names(config):
+        if reads(without) == now and shadowing != stage_names(config):
             idle.append(key)
         elif shadowing:
             lines.append(f"{key} does not reach {', '.join(shadowing)}: per_stage sets it there")
