@@ -22,7 +22,12 @@ COMPILE_MODES = ("default", "tuned", "max_autotune")
 
 
 def execution(default: Any) -> Any:
-    """A field for how training is executed. It decides the result only up to rounding, so no fingerprint counts it."""
+    """A field for how training is executed, which no fingerprint counts: a change of it is no reason to train again.
+
+    "Not semantic" means that results are equal up to rounding. With dropout, masks follow the micro-batch, so another
+    size draws other masks of the same distribution. What chooses among weights is semantic: how often validation and
+    checkpoints come decides which ones are handed over.
+    """
     return field(default=default, metadata={"semantic": False})
 
 
@@ -165,7 +170,7 @@ class TrainConfig:
     init_from: str | None = None  # path or URI of a checkpoint folder whose averaged weights training starts from
     eval_every_steps: int = 1000
     num_valid_images: int | None = None  # a fixed seeded set; None: all of the validation split
-    checkpoint_every_steps: int = execution(1000)
+    checkpoint_every_steps: int = 1000  # the best of these is what a training hands over
     log_every_steps: int = execution(50)
 
     def __post_init__(self) -> None:

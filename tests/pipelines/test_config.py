@@ -5,6 +5,7 @@ python -m pytest tests/pipelines/test_config.py
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,16 +13,39 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_prep.config import CROPS, PROFILES, SOURCES, SPLIT_RULES
+from data_prep.config import CROPS, PROFILES, SOURCES, SPLIT_RULES, DataConfig
 from data_prep.files import UserError
 from data_prep.plan import COUNTS, check_id
 from pipelines import loading
-from pipelines.config import DECODERS, USES, ExperimentConfig, stage_model_config, stage_names
+from pipelines.config import (
+    DECODERS,
+    USES,
+    EvaluateNodeConfig,
+    ExperimentConfig,
+    PrepareDataNodeConfig,
+    ReportNodeConfig,
+    SampleImagesNodeConfig,
+    SampleNodeConfig,
+    ScoreImagesNodeConfig,
+    TrainNodeConfig,
+    stage_model_config,
+    stage_names,
+)
 from pipelines.dag.fingerprint import canonical
 from pipelines.loading import load, resolve_storage, to_yaml
 from pipelines.overrides import notes, what_runs
 from pipelines.pipeline import nodes
-from spn.config import OPTIMIZERS, PRECISIONS, RECIPES, SCHEDULES, SLICES
+from spn.config import (
+    OPTIMIZERS,
+    PRECISIONS,
+    RECIPES,
+    SCHEDULES,
+    SLICES,
+    DecoderConfig,
+    EmbedderConfig,
+    SPNConfig,
+    TrainConfig,
+)
 
 FULL_CHAIN = ["first_slice", "size_upscale", "depth_upscale"]
 DEBUG = (loading.PRESETS / "debug.yaml").read_text()
@@ -263,11 +287,35 @@ def test_what_decides_no_result_is_in_no_fingerprint() -> None:
     changes += ["train.log_every_steps=3", "train.micro_batch_size=2", "resources.max_failures=1"]
     changes += ["data.max_quarantine_fraction=0.2"]  # a build that gave up resumes with its finished shards
     assert semantic(*changes) == semantic()
+    assert semantic("train.checkpoint_every_steps=12") != semantic(), "the best checkpoint is what is handed over"
     assert semantic("sample.precision=float32", "sample.decoder=plain") == semantic(), "a CPU heeds neither"
     gpu = "resources.per_node.sample.use_gpu=true"
     drawn = [semantic(gpu, *more) for more in ((), ("sample.precision=float32",), ("sample.decoder=plain",))]
     assert all(one["sample"] != other["sample"] for one, other in zip(drawn, drawn[1:], strict=False))
     assert all(one["report"] != other["report"] for one, other in zip(drawn, drawn[1:], strict=False))
+
+
+RESOURCES = {"resources"}
+DEVICE = {"num_threads", "device"}
+DECIDES_NOTHING = {  # an addition lets changed results be skipped, so it needs a reason that is more than speed
+    TrainConfig: {"micro_batch_size", "compile", "compile_mode", "recompute_activations", "log_every_steps"},
+    SPNConfig: set(),
+    DecoderConfig: set(),
+    EmbedderConfig: set(),
+    DataConfig: {"root", "max_quarantine_fraction"},
+    PrepareDataNodeConfig: {"num_cpus"},
+    TrainNodeConfig: RESOURCES | {"samples"},
+    EvaluateNodeConfig: DEVICE,
+    SampleNodeConfig: RESOURCES,
+    SampleImagesNodeConfig: RESOURCES | {"images"},
+    ScoreImagesNodeConfig: DEVICE | {"images"},
+    ReportNodeConfig: set(),
+}
+
+
+@pytest.mark.parametrize(("config", "names"), DECIDES_NOTHING.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_fields_that_no_fingerprint_counts(config: type, names: set[str]) -> None:
+    assert {field.name for field in dataclasses.fields(config) if not field.metadata.get("semantic", True)} == names
 
 
 # ---- overrides without effect ---------------------------------------------------------------------------------------
