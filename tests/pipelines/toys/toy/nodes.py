@@ -113,7 +113,7 @@ def meet(context: NodeContext) -> NodeResult:
     deadline = time.monotonic() + 30
     while not (place / context.config.other).exists():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{context.options['other']} never ran beside me")
+            raise TimeoutError(f"{context.config.other} never ran beside me")
         time.sleep(0.02)
     return write(context)
 
