@@ -111,10 +111,10 @@ def execute(task: Task) -> Outcome:
 
 def failed(store: Store, folder: str, error: BaseException, text: str) -> Outcome:
     """Writes error.txt and says what kind of failure it was."""
-    is_fault = is_infrastructure_fault(error)
-    with contextlib.suppress(OSError) if is_fault else contextlib.nullcontext():  # storage itself may be down
+    with contextlib.suppress(OSError):  # storage itself may be down, or full
         store.write_text(posixpath.join(folder, attempts.ERROR), mask(text))
-    return Outcome(None, one_line(error), is_fault, is_user_error=isinstance(root_cause(error), UserError))
+    is_user_error = isinstance(root_cause(error), UserError)
+    return Outcome(None, one_line(error), is_infrastructure_fault(error), is_user_error)
 
 
 def adopt(store: Store, kept: Success, *, fingerprint: str, ingredients: Mapping[str, Any], why: str) -> Success:
@@ -225,5 +225,5 @@ def _has_lost_peer(error: BaseException) -> bool:
 
 
 def _kinds(error: BaseException) -> set[str]:
-    """Names of its class and their bases: Ray need not be imported to look at an error."""
-    return {kind.__name__ for kind in type(error).__mro__}
+    """Names of its class and its bases, of those that are Ray's: Ray need not be imported to look at an error."""
+    return {kind.__name__ for kind in type(error).__mro__ if kind.__module__.partition(".")[0] == "ray"}

@@ -9,6 +9,7 @@ import errno
 import pickle
 
 import pytest
+import torch
 from ray.data.exceptions import UserCodeException
 from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayTaskError, WorkerCrashedError
 from ray.train import ControllerError, WorkerGroupError
@@ -52,6 +53,7 @@ OWN = {
     "missing": FileNotFoundError(errno.ENOENT, "no such file"),
     "permission": PermissionError(errno.EACCES, "permission denied"),
     "full disk": OSError(errno.ENOSPC, "no space left on device"),
+    "memory of a GPU": torch.OutOfMemoryError("CUDA out of memory"),  # has the name of an error of Ray's
     "access": OSError(S3 + "ACCESS_DENIED during UploadPart operation: access denied"),
     "bucket": OSError(S3 + "NO_SUCH_BUCKET during UploadPart operation: it does not exist"),
     "in a task": from_task(KeyError("x")),
