@@ -77,7 +77,7 @@ def test_order_is_decided_by_the_seed_and_not_by_depth(uri: str):
 def test_started_anywhere_it_is_the_tail_of_the_unbroken_stream(uri: str):
     num_rows = open_dataset(uri).num_images("train")
     whole = stream(uri, 0, 3 * num_rows)
-    for start in (37, 2 * num_rows + 5):
+    for start in (37, num_rows, 2 * num_rows + 5):
         tail = stream(uri, start, 3 * num_rows - start, batch=7)
         assert all(np.array_equal(tail[name], whole[name][start:]) for name in whole), start
 

@@ -20,9 +20,9 @@ def networks(tiny_spn: Callable[..., Any], tmp_path_factory: pytest.TempPathFact
     for seed, stage in enumerate(("first_slice", "size_upscale", "depth_upscale")):
         model = tiny_spn(stage, seed=seed, **common, num_given_bits=3 if stage == "depth_upscale" else 0).float()
         folder = tmp_path_factory.mktemp(stage)
-        (folder / "checkpoint").mkdir()
-        save_checkpoint(folder / "checkpoint", model=model, ema=model.state_dict(), trainer={})
-        inputs[f"train_{stage}"] = NodeOutput(str(folder), {"checkpoint": "checkpoint"}, {}, f"attempt-{stage}")
+        (folder / "step-1").mkdir()
+        save_checkpoint(folder / "step-1", model=model, ema=model.state_dict(), trainer={})
+        inputs[f"train_{stage}"] = NodeOutput(str(folder), {"checkpoint": "step-1"}, {}, f"attempt-{stage}")
     return inputs
 
 
@@ -33,7 +33,15 @@ class Actor:
         self._worker = worker
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=getattr(self._worker, name))
+        method = getattr(self._worker, name)
+        return SimpleNamespace(remote=lambda *arguments: Reference(method(*arguments)))
+
+
+class Reference:
+    """A call's result. No two are equal, as in Ray: `draw` keeps the workers at work by reference."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
 @pytest.fixture
@@ -50,7 +58,7 @@ def ray_in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     ray = SimpleNamespace(
         remote=remote,
-        get=lambda values: values,
+        get=lambda found: [one.value for one in found] if isinstance(found, list) else found.value,
         wait=lambda references, num_returns: (references[:1], references[1:]),
         kill=lambda actor: None,
     )

@@ -7,6 +7,7 @@ python -m pytest tests/pipelines/nodes/test_images.py
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -375,7 +376,10 @@ def test_what_is_given_is_kept_bit_for_bit_in_every_draw(use, side, num_given, n
     given = np.random.default_rng(0).integers(0, 8, (2, side, side, 3), dtype=np.uint8)
     stages = ("depth_upscale",) if use == "depth_upscale" else ("size_upscale", "depth_upscale")
     own = UserImages("sample_images", ("a", "b"), given, 3, stages, use, num_given)
-    images.sample(context(networks, tmp_path, own))
+    result = images.sample(context(networks, tmp_path, own))
+    assert result.metrics == {"images/sampled": 4, "images/batch_size": 3}
+    record = json.loads((tmp_path / "user_images/record.json").read_text())
+    assert (record["batch_size"], record["precision"]) == (3, "float32")
     found = draws_of(tmp_path)
     assert list(found) == ["a-00", "a-01", "b-00", "b-01"]
     for key, image in found.items():

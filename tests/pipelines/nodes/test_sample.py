@@ -25,11 +25,12 @@ from PIL import Image
 from data_prep.files import UserError, open_store
 from data_prep.parquet import pixels, schema
 from pipelines.config import NodeResources, SampleNodeConfig
-from pipelines.dag.node import NodeOutput
+from pipelines.dag.node import NodeContext, NodeOutput
 from pipelines.dag.progress import Reporter, Update
 from pipelines.nodes import sample
 from pipelines.nodes.sample import DrawingWorker, Job, ToDraw, chunks_of, draw, read_chunks
 from pipelines.nodes.trained import load_stage_configs, load_stages
+from pipelines.tracking import RunHandle
 from spn.sampling import rows_to_sample, sample_chain
 
 STAGES = ("first_slice", "size_upscale", "depth_upscale")
@@ -207,6 +208,23 @@ def test_a_worker_keeps_decoders_of_one_chunk_size(job) -> None:
     assert sizes == [{2}, {1}]
 
 
+def test_how_images_were_drawn_is_recorded(networks, tmp_path: Path, ray_in_this_process: list[Any]) -> None:
+    context = NodeContext(
+        node="sample",
+        fingerprint="f",
+        attempt="a",
+        config=config(precision="bfloat16"),
+        inputs=networks,
+        out=str(tmp_path),
+        run=RunHandle(),
+        progress=Reporter("sample"),
+        fresh=True,
+    )
+    assert sample.run(context).metrics == {"images/sampled": 12, "images/batch_size": 2}
+    record = json.loads((tmp_path / "samples/samples.json").read_text())
+    assert (record["batch_size"], record["precision"]) == (2, "bfloat16")
+
+
 # ---- as many images at once as a GPU holds -------------------------------------------------------------------------
 
 
@@ -235,12 +253,20 @@ def gpus(monkeypatch: pytest.MonkeyPatch, ray_in_this_process: list[Any]) -> Cal
 ON_GPUS = NodeResources(num_workers=2, use_gpu=True)
 
 
-def test_workers_try_their_share_then_halves_and_the_smallest_is_recorded(job, gpus) -> None:
-    tried = gpus(100, 4)
+def test_workers_try_their_share_then_halves_and_the_smallest_is_recorded(
+    job, gpus, ray_in_this_process: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw_here(worker: DrawingWorker, chunk: Any) -> None:
+        drew.append(ray_in_this_process.index(worker))
+        draw_chunk(worker, chunk)
+
+    draw_chunk, drew, tried = DrawingWorker.draw, list[int](), gpus(100, 4)
+    monkeypatch.setattr(DrawingWorker, "draw", draw_here)
     one = job("tried", batch_size=None, resources=ON_GPUS)
     chunks = draw(one, TWELVE, progress=Reporter("sample"))
     assert [len(chunk.images.keys) for chunk in chunks] == [3, 3, 3, 3]
     assert tried == [6, 6, 6, 6, 3, 3, 3], "all three stages; on the second worker six do not fit, three do"
+    assert drew == [1, 0, 1, 0], "each worker as soon as it is free"
     assert json.loads((Path(one.out) / "chunks.json").read_text()) == {"batch_size": 3}
     alone = job("alone")
     draw(alone, TWELVE, progress=Reporter("sample"))

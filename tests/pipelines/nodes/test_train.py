@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +27,8 @@ from pipelines.config import NodeResources, TrainNodeConfig
 from pipelines.dag.node import NodeContext
 from pipelines.dag.progress import Reporter
 from pipelines.nodes import train, trained
+from pipelines.nodes.memory import halved, largest_that_fits
+from pipelines.project import ROOT
 from pipelines.tracking import RunHandle
 from spn.checkpoint import save_checkpoint
 from spn.config import SPNConfig, TrainConfig
@@ -165,6 +169,19 @@ def test_another_error_is_no_lack_of_memory(size_upscale: SPNConfig) -> None:
         train.find_micro_batch(SPN(size_upscale), broken, TrainConfig(batch_size=4), share=4, trying=True)
 
 
+@pytest.mark.parametrize("hidden", ["__cause__", "__context__"])
+def test_a_lack_of_memory_is_seen_inside_the_compilers_own_error(hidden: str) -> None:
+    def attempt(size: int) -> None:
+        tried.append(size)
+        if size > 3:
+            error = RuntimeError("a kernel failed")
+            setattr(error, hidden, torch.OutOfMemoryError("CUDA out of memory."))
+            raise error
+
+    tried: list[int] = []
+    assert largest_that_fits(halved(12), attempt) == 3 and tried == [12, 6, 3]
+
+
 @pytest.mark.parametrize(("limits", "agreed"), [((100, 5), 3), ((5, 100), 3), ((100, 0), None)])
 def test_workers_agree_on_what_fits_all_of_them(
     limits: tuple[int, int], agreed: int | None, size_upscale: SPNConfig, monkeypatch: pytest.MonkeyPatch
@@ -193,6 +210,22 @@ def test_workers_agree_on_what_fits_all_of_them(
     for worker in workers:
         worker.join()
     assert found == [agreed, agreed]
+
+
+ONE_OF_TWO_WORKERS = """
+import sys, torch, torch.distributed as dist
+from pipelines.nodes.train import smallest_of_workers
+rank, file = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+print(smallest_of_workers([6, 3][rank], torch.device("cpu")))
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_agree_on_the_smaller_number(tmp_path: Path) -> None:
+    commands = [[sys.executable, "-c", ONE_OF_TWO_WORKERS, str(rank), str(tmp_path / "meet")] for rank in range(2)]
+    workers = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for command in commands]
+    assert [worker.communicate(timeout=120)[0].split() for worker in workers] == [["3"], ["3"]]
 
 
 def test_a_restart_keeps_what_the_attempt_has_found(tmp_path: Path) -> None:
