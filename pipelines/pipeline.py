@@ -111,6 +111,9 @@ def _train(config: ExperimentConfig, stage: str) -> Node:
         name=train_node(stage),
         function="pipelines.nodes.train:run",
         needs=("prepare_data",),
+        # It also reads manifest.json, which is not named: a new listing of the photos changes it, and equal shards must
+        # not train again. What it takes from there (number of images, order of shards, rows of row groups) follows from
+        # the shards' names and bytes; the data set's id goes to MLflow alone.
         reads={"prepare_data": (f"dataset/res={model.image_size}/bits={stored_bits}/*.parquet",)},
         config=TrainNodeConfig(
             stage=stage,
