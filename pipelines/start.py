@@ -72,15 +72,16 @@ def start(
         return DONE
     session = cluster.connect(num_cpus=config.resources.num_cpus, num_gpus=config.resources.num_gpus)
     try:
-        for shortfall in running.shortfalls(plan, session.resources):
-            if session.capacity is not None:
-                raise UserError(f"{shortfall}; ask for fewer or smaller workers")
-            print(f"note: {shortfall} now; it waits until there is more")
+        running.refuse(plan.decisions, session.capacity)
         with locked(lock):
+            with reading(store):
+                plan = make_plan()  # as it is now that nobody else writes
+            running.refuse(plan.decisions, session.capacity)
             if images is None:  # the run folder's config stays that of its pipeline
                 claim_run_folder(store, name=config.name, config_yaml=mask_uris(to_yaml(config)))
-            plan = make_plan()  # as it is now that nobody else writes
             print("\n".join(plan.lines()), flush=True)
+            for shortfall in running.shortfalls(plan.decisions, session.resources):
+                print(f"note: {shortfall} now; it waits until there is more")
             report, uri = _run(plan, config, session, store, lock)
             return _sum_up(report, store, tracking_uri=uri, whole=not only)
     finally:
@@ -125,7 +126,9 @@ def _sum_up(report: running.RunReport, store: Store, *, tracking_uri: str, whole
     if not report.ok:
         for name, node in report.nodes.items():
             if node.state == "failed":
-                print(f"{name} failed: {node.error}\n  its log: {join(node.uri or '', ERROR)}")
+                print(f"{name} failed: {node.error}")
+                if node.uri is not None:
+                    print(f"  its log: {join(node.uri, ERROR)}")
             elif node.state == "blocked":
                 print(f"{name} was not started: {node.error}")
         print("Fix the cause and run the same command again: it resumes from here; --rerun NODE runs a node afresh.")

@@ -13,17 +13,18 @@ import posixpath
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from data_prep.files import UserError
 from data_prep.lock import Lock
 from pipelines.dag import attempts, fingerprint
 from pipelines.dag.attempts import Success
 from pipelines.dag.node import NodeContext, RunHandle, Tracker
-from pipelines.dag.plan import KEEP, NOT_SELECTED, RUN, SKIP, WAIT, Decision, Plan, decide
+from pipelines.dag.plan import KEEP, NOT_SELECTED, RUN, SKIP, Decision, Plan, decide
 from pipelines.dag.progress import Display, Hub, clock
-from pipelines.dag.task import Outcome, Task, adopt, execute, failed
+from pipelines.dag.task import Outcome, Task, adopt, execute, failed, one_line
 
 EXECUTED, SKIPPED, FAILED, BLOCKED = "executed", "skipped", "failed", "blocked"
 MAX_CALLS = 1  # nodes per process: with one, its memory and its global state are gone when the node ends
@@ -61,15 +62,21 @@ class RunReport:
         return not any(node.state in (FAILED, BLOCKED) for node in self.nodes.values())
 
 
-def shortfalls(plan: Plan, resources: Mapping[str, float]) -> list[str]:
-    """One line for each node that may run and needs more than `resources`."""
+def shortfalls(decisions: Iterable[Decision], resources: Mapping[str, float]) -> list[str]:
+    """One line for each node that is sure to run and needs more than `resources`."""
     return [
         f"{decision.node.name} needs {amount:g} {resource}, the cluster has {resources.get(resource, 0):g} {resource}"
-        for decision in plan.decisions
-        if decision.action in (RUN, WAIT)
+        for decision in decisions
+        if decision.action == RUN
         for resource, amount in decision.node.total_cost.items()
         if amount > resources.get(resource, 0) + 1e-9
     ]
+
+
+def refuse(decisions: Iterable[Decision], capacity: Mapping[str, float] | None) -> None:
+    """Raises UserError for a node that is sure to run and never fits; without `capacity` every node may fit one day."""
+    for shortfall in () if capacity is None else shortfalls(decisions, capacity):
+        raise UserError(f"{shortfall}; ask for fewer or smaller workers")
 
 
 def run(
@@ -130,6 +137,8 @@ class _Engine:
         self.remote = ray.remote(max_retries=0, max_calls=MAX_CALLS)(execute)
         self.running: dict[Any, _Try] = {}  # by Ray's reference
         self.retries: dict[str, _Try] = {}
+        self.decided: dict[str, Decision] = {}  # once what they read is known
+        self.handles: dict[str, RunHandle] = {}
         self.reports: dict[str, NodeReport] = {}
         self.made: dict[str, Success] = {}
 
@@ -141,12 +150,15 @@ class _Engine:
             if self.lock is not None and self.lock.lost:
                 raise Stopped(f"another start took over {self.plan.store.uri}")
             for decision in self.plan.decisions:
-                self._advance(decision)
+                try:
+                    self._advance(decision)
+                except (OSError, UserError) as error:  # storage fails, or the node never fits: the others run on
+                    self._fail(decision.node.name, error)
             if self.running:
                 ready, _ = self.ray.wait(list(self.running), num_returns=1, timeout=_POLL_SEC)
                 for reference in ready:
                     self._collect(reference)
-            elif self.retries:
+            elif len(self.reports) < len(self.plan.decisions):
                 time.sleep(_POLL_SEC)
             self.display.show({name: update for name, update in self.hub.poll().items() if name in self._active()})
         return RunReport({name: self.reports[name] for name in self.plan.names})
@@ -191,19 +203,34 @@ class _Engine:
                 self._submit(retry.decision, faults=retry.faults)
             return
         if decision.fingerprint is None:  # now it is known what the node reads
-            decided = decide(node, {need: self.made[need] for need in node.needs}, self.plan)
-            if decided.action == SKIP:
-                self.display.line(f"[{node.name}] skipped: {decided.reason}")
-            elif decided.action == RUN and decision.action == RUN:
-                decided = replace(decided, reason=decision.reason)
-            decision = decided
+            if node.name not in self.decided:
+                self.decided[node.name] = self._decide(decision)
+            decision = self.decided[node.name]
         if decision.action == RUN:
+            refuse([decision], self.capacity)
             if self._has_room(decision):
                 self._submit(decision)
         elif decision.action == KEEP:
             self._keep(decision)
         else:
             self._reuse(decision)
+
+    def _decide(self, decision: Decision) -> Decision:
+        node = decision.node
+        decided = decide(node, {need: self.made[need] for need in node.needs}, self.plan)
+        if decided.action == SKIP:
+            self.display.line(f"[{node.name}] skipped: {decided.reason}")
+        elif decided.action == RUN and decision.action == RUN:
+            decided = replace(decided, reason=decision.reason)
+        return decided
+
+    def _fail(self, name: str, error: Exception) -> None:
+        """A node that could not be started."""
+        if name in self.handles:
+            self.tracker.finish(self.handles[name], "FAILED")
+        self.retries.pop(name, None)
+        self.reports[name] = NodeReport(FAILED, error=one_line(error), is_user_error=isinstance(error, UserError))
+        self.display.line(f"[{name}] FAILED: {one_line(error)}")
 
     def _has_room(self, decision: Decision) -> bool:
         if self.capacity is None:
@@ -226,7 +253,7 @@ class _Engine:
             with contextlib.suppress(FileNotFoundError, ValueError):
                 before = json.loads(store.read_bytes(posixpath.join(followed, attempts.STARTED)))
         starts, now = before.get("starts", []), attempts.utc_now()
-        handle = self.tracker.start_node(
+        handle = self.handles[node.name] = self.tracker.start_node(
             node.name,
             tags=self._tags(decision, attempt),
             params=node.config,

@@ -233,10 +233,49 @@ def test_rerun_only_and_keep_as_planned(store: Store) -> None:
 
 def test_what_never_fits_is_named_before_anything_starts(store: Store) -> None:
     made = planned(store, [node("a"), node("b", needs=["a"], cost={"CPU": 3}), node("c", num_gpus=1)])
-    assert shortfalls(made, TWO_CPUS) == [
+    assert shortfalls(made.decisions, TWO_CPUS) == [
         "b needs 3 CPU, the cluster has 2 CPU",
         "c needs 1 GPU, the cluster has 0 GPU",
     ]
+
+
+@pytest.mark.parametrize("function", ["write", "stamp"])
+def test_a_node_that_may_stand_is_refused_only_when_it_has_to_run(store: Store, function: str) -> None:
+    """write makes equal files again, and stamp does not."""
+    nodes = [node("a", function), node("b", needs=["a"], cost={"CPU": 3}), node("c", needs=["a"])]
+    go(store, nodes, capacity={"CPU": 4.0})
+    assert shortfalls(planned(store, nodes, rerun=["a"]).decisions, TWO_CPUS) == []
+    report, _ = go(store, nodes, rerun=["a"])
+    if function == "write":
+        assert states(report) == {"a": "executed", "b": "skipped", "c": "skipped"}
+    else:
+        assert states(report) == {"a": "executed", "b": "failed", "c": "executed"}
+        assert report.nodes["b"].error.startswith("b needs 3 CPU, the cluster has 2 CPU; ")
+        assert report.nodes["b"].is_user_error
+
+
+def test_a_node_is_decided_once_however_long_it_waits_for_room(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    decide = runner.decide
+    monkeypatch.setattr(runner, "decide", lambda node, *rest: (asked.append(node.name), decide(node, *rest))[1])
+    report, _ = go(store, [node("a"), *(node(name, needs=["a"], cost={"CPU": 2}) for name in "bcd")])
+    assert report.ok and sorted(asked) == ["b", "c", "d"]
+
+
+def test_a_node_that_storage_does_not_let_start_fails_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Store.write_bytes
+
+    def full(self: Store, path: str, content: bytes) -> None:
+        if path.startswith("nodes/b/"):
+            raise OSError(errno.ENOSPC, "no space left on device")
+        write(self, path, content)
+
+    monkeypatch.setattr(Store, "write_bytes", full)
+    tracker = SilentTracker()
+    report, lines = go(store, [node("a"), node("b", needs=["a"]), node("c", needs=["a"])], tracker=tracker)
+    assert states(report) == {"a": "executed", "b": "failed", "c": "executed"}
+    assert report.nodes["b"].error == "OSError: [Errno 28] no space left on device"
+    assert tracker.ended["b"] == ["FAILED"]
 
 
 def test_on_a_cluster_every_ready_node_is_submitted(store: Store, tmp_path: Path) -> None:
