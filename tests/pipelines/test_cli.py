@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from data_prep.files import UserError, open_store
 from data_prep.lock import Lock
 from pipelines import (
     cli,
     cluster,
+    describe,
     evaluate,
     full_multidim,
     pipeline,
@@ -151,12 +153,19 @@ def test_what_runs_no_node_takes_no_options_of_nodes(look: str, command: Command
         assert (code, out, err) == (2, "", f"error: {message}\n")
 
 
-def test_an_override_without_effect_is_told(command: Command, handed_on: dict[str, Any]) -> None:
-    note = "note: sample.num_images has no effect on what evaluate.py does\n"
-    assert command(evaluate.main, "sample.num_images=3", "train.num_steps=7")[::2] == (0, note)
-    note = "note: sample.num_images, train.num_steps have no effect on what prepare_data.py does\n"
-    assert command(prepare_data.main, "sample.num_images=3", "train.num_steps=7")[::2] == (0, note)
-    assert command(full_multidim.main, "sample.num_images=3")[::2] == (0, "")
+def test_an_override_without_effect_is_told(command: Command, handed_on: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    Image.new("RGB", (16, 16)).save(file)
+    overrides, given = ("sample.num_images=3", "train.num_steps=7"), (f"images={file}", "sample.use=depth_upscale")
+    for main, more, idle in (
+        (full_multidim.main, (), ""),
+        (evaluate.main, (), "sample.num_images has no effect on what evaluate.py does"),
+        (prepare_data.main, (), "sample.num_images, train.num_steps have no effect on what prepare_data.py does"),
+        (describe.main, (), "storage, sample.num_images have no effect on what describe.py does"),
+        (sample.main, (*given, "sample.num_draws=2"), "sample.num_images has no effect on what sample.py does"),
+    ):
+        code, _, err = command(main, *overrides, *more)
+        assert (code, err) == (0, f"note: {idle}\n" if idle else "")
     assert handed_on["config"].sample.num_images == 3
 
 
@@ -234,6 +243,18 @@ def test_more_workers_than_the_cluster_has(command: Command, tmp_path: Path, sma
     assert code == 2
     assert err == ("error: train_first_slice needs 4.25 CPU, the cluster has 4 CPU; ask for fewer or smaller workers\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cluster_that_may_grow_is_waited_for(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a job the same shortfall is a note for each training, and the start goes on."""
+    monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo("job", {"CPU": 4.0}))
+    monkeypatch.setattr(cluster, "disconnect", lambda: None)
+    monkeypatch.setattr(start, "_run", lambda plan, *_: (RunReport({}), ""))
+    monkeypatch.setattr(start, "_sum_up", lambda *_, **__: 0)
+    code, out, err = command(full_multidim.main, "resources.num_workers=8")
+    assert (code, err) == (0, "")
+    assert "\nnote: train_first_slice needs 4.25 CPU, the cluster has 4 CPU now; it waits until there is more\n" in out
+    assert "\ntrain_first_slice    run   because prepare_data runs" in out
 
 
 def test_storage_that_cannot_be_written(command: Command, tmp_path: Path, small_cluster: None) -> None:
