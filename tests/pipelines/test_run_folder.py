@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pyarrow._fs import _MockFileSystem
 
-from data_prep.files import UserError, open_store
+from data_prep.files import Store, UserError, open_store
 from pipelines.start import check_run_folder, claim_run_folder, run_folder_owner
 
 
-def test_run_folder_of_another_config_is_refused(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+@pytest.mark.parametrize("place", ["local", "object store"])
+def test_run_folder_of_another_config_is_refused(place: str, tmp_path: Path) -> None:
+    remote = Store("s3://bucket/run", filesystem=_MockFileSystem(), base="bucket/run")
+    store = open_store(tmp_path) if place == "local" else remote
     check_run_folder(store, name="demo")
     claim_run_folder(store, name="demo", config_yaml="name: demo\nseed: 1\n")
     claim_run_folder(store, name="demo", config_yaml="name: demo\nseed: 2\n")
