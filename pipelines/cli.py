@@ -68,8 +68,9 @@ def run_guarded(command: Callable[[], int]) -> int:
         except UserError as error:
             print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
             return UNUSABLE
-        except KeyboardInterrupt:
-            print("interrupted; the same command resumes from here", file=sys.stderr)
+        except KeyboardInterrupt as error:
+            why = f": {printable(str(error))}" if str(error) else ""
+            print(f"interrupted{why}; the same command resumes from here", file=sys.stderr)
             return INTERRUPTED
 
 

@@ -108,6 +108,7 @@ def _run(
         status = "FINISHED" if report.ok else "FAILED"
     except KeyboardInterrupt:
         status = "KILLED"
+        lock.release()  # before MLflow is waited for: this process may be killed meanwhile
         raise
     finally:
         display.close()

@@ -54,6 +54,7 @@ _SETTINGS = {
 }
 PAUSE_SEC = 60.0  # for which a server that failed is not called
 CLOSE_SEC = 20.0  # longest wait for the metrics in MLflow's queue when a run is closed
+KILLED_SEC = 1.0  # longest wait of a launch that was stopped: Ray kills a stopped job 3 s after SIGTERM
 _PARAM_CHARS, _TAG_CHARS, _METRIC_BATCH = 500, 5000, 1000  # MLflow's limits
 
 _Call = Callable[["MlflowClient"], object]
@@ -382,7 +383,7 @@ class Ledger:
     ) -> str | None:
         """Ends the node's run, with what it lacks of the results and of the recorded history (`NodeRun.log_history`).
 
-        status: FINISHED, FAILED or KILLED. Returns the run's id if MLflow has it.
+        status: FINISHED, FAILED or KILLED, which is sent by `close`. Returns the run's id if MLflow has it.
         """
         node, now, results = handle.node, _now_ms(), dict(metrics or {})
         if node not in self._ids:
@@ -391,13 +392,31 @@ class Ledger:
             self._send(lambda client: _add_missing(client, self._ids[node], history))
         if results:
             self._send(lambda client: _add_results(client, self._ids[node], results, now))
-        self._send(lambda client: client.set_terminated(self._ids[node], status, now))
+        end = functools.partial(self._end, node, status, now)
+        if status == "KILLED":
+            self._calls.append(end)
+        else:
+            self._send(end)
         return self._ids[node]
 
     def close(self, status: str) -> None:
-        """Ends the parent run; asks the server once more, whatever happened before."""
+        """Ends the parent run; asks the server once more, whatever happened before.
+
+        KILLED: waits KILLED_SEC at most; runs that are open after that, the next launch closes (`reconcile`).
+        """
         now = _now_ms()
-        self._send(lambda client: client.set_terminated(self.parent_id, status, now), even_if_paused=True)
+
+        def send() -> None:
+            self._send(functools.partial(self._end, _PARENT, status, now), even_if_paused=True)
+
+        if status != "KILLED":
+            return send()
+        sending = threading.Thread(target=send, daemon=True)
+        sending.start()
+        sending.join(KILLED_SEC)
+
+    def _end(self, name: str, status: str, now_ms: int, client: MlflowClient) -> None:
+        client.set_terminated(self._ids[name], status, now_ms)
 
     def reconcile(self) -> list[str]:
         """Marks runs of this run folder that are still RUNNING as KILLED: their driver is gone. Returns their ids.

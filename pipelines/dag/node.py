@@ -115,4 +115,7 @@ class Tracker(Protocol):
         metrics: Mapping[str, float] | None = None,
         history: Sequence[Mapping[str, float]] = (),
     ) -> str | None:
-        """history: the node's output of this name, all points that it measured. Returns the run's id if it is known."""
+        """history: the node's output of this name, all points that it measured. Returns the run's id if it is known.
+
+        status: FINISHED, FAILED or KILLED, which must not wait for a server.
+        """

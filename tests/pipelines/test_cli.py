@@ -366,13 +366,17 @@ for script in scripts:
 # ---- how it ends ---------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("why", [(), ("another start took over /runs/demo",)])
+def test_an_interrupt_is_no_traceback(
+    why: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupt(*_: object, **__: object) -> int:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(*why)
 
     monkeypatch.setattr(cli, "start", interrupt)
     assert full_multidim.main(["--config", "debug"]) == 130
-    assert capsys.readouterr().err == "interrupted; the same command resumes from here\n"
+    expected = f"{': '.join(['interrupted', *why])}; the same command resumes from here\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_a_mistake_stays_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -310,6 +310,18 @@ def test_a_server_that_never_answers_is_one_warning_and_holds_up_nothing(
     assert "ERROR" not in capfd.readouterr().err, "MLflow's own line per batch"
 
 
+def test_a_stopped_launch_waits_for_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(tracking, "make_client", lambda uri: hangs.wait(60))
+    ledger = Ledger("http://hangs", experiment="demo", run_folder="x")
+    ledger._ids["a"] = "run-a"
+    start = time.monotonic()
+    ledger.finish(RunHandle("http://hangs", "run-a", "1", "a"), "KILLED")
+    ledger.close("KILLED")
+    assert time.monotonic() - start < 2
+    hangs.set()
+
+
 def test_a_server_that_is_away_at_the_start_has_everything_in_the_end(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
