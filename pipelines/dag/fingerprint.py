@@ -106,6 +106,13 @@ def code_hashes(modules: Iterable[str], sources: Sources) -> dict[str, str]:
     return dict(sorted(hashes.items()))
 
 
+def changed(code: Mapping[str, str], root: Path) -> list[str]:
+    """Modules of `code` whose source below `root` no longer has the hash that is given there."""
+    files = {name: _source(name, root=root) for name in code}
+    texts = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file is not None}
+    return [name for name, known in code.items() if name not in texts or _parsed(texts[name], "")[0] != known]
+
+
 @functools.lru_cache(maxsize=1024)
 def _parsed(text: str, package: str) -> tuple[str, tuple[str, ...]]:
     """(hash of the syntax tree, names that it may import) of a module's source text."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from data_prep.files import Store, UserError, is_transient, printable
-from pipelines.dag import attempts
+from pipelines.dag import attempts, fingerprint
 from pipelines.dag.attempts import Success
 from pipelines.dag.masking import Masked, mask
 from pipelines.dag.node import NodeContext, NodeResult
@@ -84,7 +84,11 @@ def execute(task: Task) -> Outcome:
                 with context.run.open() as run:
                     run.set_tags({"restarts": str(context.restarts)})
             module, _, function = task.function.partition(":")
-            result = getattr(importlib.import_module(module), function)(context)
+            call = getattr(importlib.import_module(module), function)
+            root = Path(sys.modules[module.partition(".")[0]].__file__ or "").resolve().parents[1]  # on this machine
+            if changed := fingerprint.changed(task.ingredients.get("code", {}), root):
+                raise UserError(f"the code changed since this launch ({', '.join(changed)}); start again")
+            result = call(context)
             assert isinstance(result, NodeResult), f"{task.function} returned {type(result).__name__}, not a NodeResult"
             outputs = attempts.measure(store, task.folder, result.outputs, result.sha256)
         except Exception as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +15,14 @@ from ray.data.exceptions import UserCodeException
 from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayTaskError, WorkerCrashedError
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
+from toy.diamond import decided
+from toy.nodes import Toy
+from toy.silent import SilentRun
 
-from data_prep.files import UserError
-from pipelines.dag.task import is_infrastructure_fault, one_line, root_cause
+from data_prep.files import UserError, open_store
+from pipelines.dag.node import NodeContext
+from pipelines.dag.progress import Reporter
+from pipelines.dag.task import Task, execute, is_infrastructure_fault, one_line, root_cause
 
 
 def from_task(error: Exception) -> Exception:
@@ -110,3 +116,15 @@ ERRORS = {
 def test_what_went_wrong_is_shown_in_one_line(error: Exception, line: str) -> None:
     """Ray's wrappers begin with "Training failed due to worker errors:" and the like."""
     assert one_line(error) == line
+
+
+def test_code_that_changed_since_the_launch_is_not_run(tmp_path: Path) -> None:
+    decision = decided(open_store(tmp_path))["prepare"]
+    assert decision.fingerprint and decision.ingredients
+    planned = {**decision.ingredients, "code": {**decision.ingredients["code"], "toy.nodes": "of before"}}
+    context = NodeContext(
+        "prepare", decision.fingerprint, "a", Toy(), {}, str(tmp_path), SilentRun(), Reporter("x"), True
+    )
+    outcome = execute(Task(open_store(tmp_path), "toy.nodes:write", context, {}, planned, "unknown"))
+    assert outcome.is_user_error and not (tmp_path / "value.txt").exists()
+    assert outcome.error == "the code changed since this launch (toy.nodes); start again"
