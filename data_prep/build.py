@@ -13,17 +13,14 @@ from __future__ import annotations
 import functools
 import json
 import pickle
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray.data
-from ray.data._internal.execution.execution_callback import ExecutionCallback
 
 from data_prep import card, images, sources
 from data_prep.config import DataConfig
@@ -52,13 +49,13 @@ from data_prep.plan import (
     quarantine_record,
     refuse_small,
 )
+from data_prep.ray_compat import WaitForAutoscaler
 from data_prep.sources.base import CHW, ENCODED, Item, Reader, UnusableSource
 
 LOCK = "build.lock"
 _PLAN = "_build/plan.json"
 _HEARTBEAT_SEC, _STALE_SEC = 2.0, 60.0
 _GRACE_SEC = 5.0  # a task whose driver was killed ends within seconds
-_ANSWER_SEC = 1.0  # how long Ray's autoscaler may take to answer; a cluster may also have no machine yet
 # Pixels that a task holds at once: few, so that it writes to the disk steadily; more where rows share what is read, so
 # that it is read and decoded seldom.
 _CHUNK_BYTES = 22_000_000
@@ -145,20 +142,6 @@ def _run(config: DataConfig, plan: Plan, out: str, num_cpus_per_task: float) -> 
         if row.get("unusable"):
             raise UnusableSource(*json.loads(row["unusable"]))
         yield json.loads(row["sidecar"])
-
-
-class WaitForAutoscaler(ExecutionCallback):
-    """Makes a Ray Data job start on all its cores.
-
-    Ray Data asks the autoscaler for the job's share of the cluster without waiting for the answer, assumes that there
-    is no core, starts a single task and asks again a second later. The answer takes some milliseconds.
-    """
-
-    def before_execution_starts(self, executor: Any) -> None:
-        autoscaler = getattr(executor, "_cluster_autoscaler", None)  # private: without it, only that second is lost
-        until = time.monotonic() + _ANSWER_SEC
-        while autoscaler is not None and not autoscaler.get_total_resources().cpu and time.monotonic() < until:
-            time.sleep(0.002)
 
 
 def _check_share(config: DataConfig, plan: Plan, bad: dict[str, dict]) -> None:

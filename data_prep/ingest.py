@@ -10,26 +10,23 @@ Words: the stream is epoch 0, epoch 1, ... one after another; `position` counts 
 from __future__ import annotations
 
 import functools
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import ray.data
-from ray.data._internal.execution.execution_callback import ExecutionCallback
 
 from data_prep.order import draws, permutation
 from data_prep.parquet import Shard, open_dataset, pixel_column, pixels, pixels_of, read_shard
+from data_prep.ray_compat import Paced, set_num_cpus
 
 __all__ = ["collate", "draws", "train_stream"]
 
 _TASK_BYTES = 16_000_000  # of pixels that one read task returns, about
 _MAX_INPUT_BLOCKS = 2_000
 _CACHE_BYTES = 64_000_000  # a split up to this size stays decoded in each reading process
-_STEP_SEC = 0.02  # shortest time between two steps of Ray Data's scheduling
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ def train_stream(
     tasks = ray.data.from_items(numbers, override_num_blocks=min(num_tasks, _MAX_INPUT_BLOCKS))
     tasks.context.enable_progress_bars = False
     tasks.context.execution_options.preserve_order = True
-    tasks.context.custom_execution_callback_classes.append(_Paced)
+    tasks.context.custom_execution_callback_classes.append(Paced)
     rows = tasks.map_batches(
         functools.partial(_read_task, stream=stream, cuts=cuts, cache_bytes=cache_bytes),
         batch_size=1,
@@ -135,25 +132,10 @@ def train_stream(
     if rows_per_block is not None:
         # Every task returns a multiple of it, so splitting alone, without `strict`, gives blocks of exactly this size.
         rows = rows.repartition(target_num_rows_per_block=rows_per_block)
-        # repartition has no such argument: its own tasks would take a whole CPU each, and with one worker on every CPU
-        # never start. With equal demands Ray does the splitting inside the read tasks.
-        rows._logical_plan.dag.ray_remote_args["num_cpus"] = num_cpus_per_task
+        # With one worker on every CPU, tasks that take a whole one would never start. With equal demands Ray does the
+        # splitting inside the read tasks.
+        set_num_cpus(rows, num_cpus_per_task)
     return rows
-
-
-class _Paced(ExecutionCallback):
-    """Lets Ray Data's scheduling loop rest between its steps.
-
-    With enough rows read ahead the loop has nothing to wait for and turns without pause, in a thread of the process
-    that trains: each time the training gives up the interpreter's lock it then waits milliseconds to have it again.
-    """
-
-    def __init__(self) -> None:
-        self._next = 0.0
-
-    def on_execution_step(self, executor: Any) -> None:
-        time.sleep(max(0.0, self._next - time.monotonic()))
-        self._next = time.monotonic() + _STEP_SEC
 
 
 # Decoded row groups of this process, newest last. Many epochs over a tiny data set would otherwise open and

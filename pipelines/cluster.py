@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_prep import ray_compat
 from data_prep.files import UserError
-from pipelines import ray_compat
 from pipelines.project import ROOT, git_commit
 
 _OBJECT_STORE_BYTES = 300_000_000  # nodes hand over paths, so little travels through Ray's shared memory

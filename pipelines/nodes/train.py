@@ -26,11 +26,11 @@ from ray.train.torch import TorchConfig, TorchTrainer, get_device
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from data_prep import ray_compat
 from data_prep.files import Store, UserError, join, open_store
 from data_prep.ingest import collate, train_stream
 from data_prep.order import draws
 from data_prep.parquet import open_dataset
-from pipelines import ray_compat
 from pipelines.dag.node import NodeContext, NodeResult
 from pipelines.nodes.memory import free_memory, halved, largest_that_fits
 from pipelines.nodes.trained import check_start_weights, start_weights_of

@@ -7,21 +7,19 @@ import hashlib
 import pathlib
 import tarfile
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import ray.data
-from ray.data._internal.execution.execution_callback import ExecutionCallback
 
-import data_prep.build
 from data_prep import images, sources
 from data_prep.build import TooManyUnusable, build
 from data_prep.config import DataConfig
 from data_prep.parquet import open_dataset, pixels
 from data_prep.plan import make_plan, split_photos
+from data_prep.ray_compat import ExecutionCallback
 from data_prep.verify import verify
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -103,14 +101,6 @@ def test_shards_are_begun_on_all_cores_at_once(
     build(config, out=str(tmp_path / "set"), progress=quiet)
     assert FirstStep.seen == [(2, 2)]
     assert context.custom_execution_callback_classes == [FirstStep], "other jobs of the process are as they were"
-
-
-def test_no_core_in_sight_does_not_hold_the_build_up(monkeypatch: pytest.MonkeyPatch):
-    """A cluster whose machines are yet to come; and a Ray that keeps this somewhere else."""
-    monkeypatch.setattr(data_prep.build, "_ANSWER_SEC", 0.01)
-    none = SimpleNamespace(get_total_resources=lambda: SimpleNamespace(cpu=0.0))
-    for executor in (SimpleNamespace(_cluster_autoscaler=none), SimpleNamespace()):
-        data_prep.build.WaitForAutoscaler().before_execution_starts(executor)
 
 
 def test_tiles_split_by_photo_and_held_out_ones_do_not_overlap(config: DataConfig, tmp_path: pathlib.Path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -156,20 +155,6 @@ def test_global_batch_does_not_depend_on_the_number_of_workers(uri: str):
     expected = np.arange(start, start + global_batch * num_steps).reshape(num_steps, num_workers, share)
     for rank in range(num_workers):
         assert np.array_equal(positions[rank], expected[:, rank])
-
-
-def test_scheduling_rests_between_its_steps(uri: str, monkeypatch: pytest.MonkeyPatch):
-    """Otherwise it would take turns with the training for the interpreter's lock, some hundred times per second."""
-    rests: list[float] = []
-    monkeypatch.setattr(ingest, "time", SimpleNamespace(monotonic=lambda: 5.0 + sum(rests), sleep=rests.append))
-    paced = ingest._Paced()
-    for _ in range(3):
-        paced.on_execution_step(None)
-    assert rests == [0.0, *[pytest.approx(ingest._STEP_SEC)] * 2]
-    rests.clear()
-    steps = []
-    monkeypatch.setattr(ingest._Paced, "on_execution_step", lambda self, executor: steps.append(executor))
-    assert len(stream(uri, 0, 16)["key"]) == 16 and steps, "Ray Data calls it at every step"
 
 
 def test_bad_arguments_are_named(uri: str):

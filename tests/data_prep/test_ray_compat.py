@@ -1,0 +1,98 @@
+"""Each use of what Ray does not promise to keep.
+
+A job that starts on all cores: test_build.py, `test_shards_are_begun_on_all_cores_at_once`. CPUs of tasks that split
+blocks: test_ingest.py, `test_it_runs_beside_workers_that_hold_all_but_a_quarter_of_a_cpu`.
+
+python -m pytest tests/data_prep/test_ray_compat.py
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from data_prep import ray_compat
+from data_prep.files import open_store
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_session_binds_to_loopback_wherever_ray_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That its ports then listen on loopback only: test_cluster.py, "ray first"."""
+    from ray._private import ray_constants
+
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)  # fails where Ray has renamed it
+    ray_compat.bind_to_loopback()
+    assert ray_constants.ENABLE_RAY_CLUSTER is False
+
+
+def report_two_checkpoints() -> None:
+    import ray.train
+
+    for name in ("step-00000001", "step-00000002"):
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "weights").write_text(name)
+            checkpoint = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report({"score": 1.0}, checkpoint=checkpoint, checkpoint_dir_name=name)
+
+
+def test_the_last_committed_checkpoint_is_found(ray_session: None, tmp_path: Path) -> None:
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    assert ray_compat.committed_checkpoint(open_store(tmp_path), "run") is None
+    DataParallelTrainer(
+        report_two_checkpoints,
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+    ).fit()
+    assert ray_compat.committed_checkpoint(open_store(tmp_path), "run") == "step-00000002"
+    assert (tmp_path / "run" / "step-00000002" / "weights").read_text() == "step-00000002"
+
+
+def test_callbacks_have_the_methods_of_ray_datas_own() -> None:
+    from ray.data._internal.execution.execution_callback import ExecutionCallback
+
+    names = [
+        {name for name in vars(kind) if name[0] != "_"} for kind in (ExecutionCallback, ray_compat.ExecutionCallback)
+    ]
+    assert names[0] == names[1]
+
+
+def test_no_core_in_sight_does_not_hold_a_job_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster whose machines are yet to come; and a Ray that keeps this somewhere else."""
+    monkeypatch.setattr(ray_compat, "_ANSWER_SEC", 0.01)
+    none = SimpleNamespace(get_total_resources=lambda: SimpleNamespace(cpu=0.0))
+    for executor in (SimpleNamespace(_cluster_autoscaler=none), SimpleNamespace()):
+        ray_compat.WaitForAutoscaler().before_execution_starts(executor)
+
+
+def test_scheduling_rests_between_its_steps(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would take turns with the training for the interpreter's lock, some hundred times per second."""
+    import ray.data
+
+    rests: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: 5.0 + sum(rests), sleep=rests.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(ray_compat, "time", clock)
+        paced = ray_compat.Paced()
+        for _ in range(3):
+            paced.on_execution_step(None)
+    assert rests == [0.0, *[pytest.approx(ray_compat._STEP_SEC)] * 2]
+    steps = []
+    monkeypatch.setattr(ray_compat.Paced, "on_execution_step", lambda self, executor: steps.append(executor))
+    rows = ray.data.range(4).map_batches(lambda batch: batch)
+    rows.context.custom_execution_callback_classes.append(ray_compat.Paced)
+    assert rows.take_all() and steps, "Ray Data calls it at every step"
+
+
+def test_no_other_module_uses_private_names_of_ray() -> None:
+    """Modules, and attributes of Ray Data's objects."""
+    module = r"\bray(\.\w+)*\.(_private|_internal)\b|\bfrom ray(\.\w+)* import _"
+    private = re.compile(module + r"|_cluster_autoscaler\b|\._logical_plan\b")
+    files = [file for package in ("spn", "data_prep", "pipelines") for file in (ROOT / package).rglob("*.py")]
+    assert [file.name for file in files if private.search(file.read_text())] == ["ray_compat.py"]
