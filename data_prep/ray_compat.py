@@ -64,7 +64,7 @@ class Paced(ExecutionCallback):
 
 
 def set_num_cpus(rows: ray.data.Dataset, num_cpus: float) -> None:
-    """Of the tasks of `repartition`, which made `rows`. It has no such argument, and they would take a whole CPU each."""
+    """CPUs per task of `repartition`, which made `rows`: it has no such argument, and its tasks would take one each."""
     rows._logical_plan.dag.ray_remote_args["num_cpus"] = num_cpus
 
 
