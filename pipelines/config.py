@@ -203,6 +203,7 @@ class TrainNodeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateNodeConfig:
+    dataset: str  # its id, which the results name
     stages: tuple[str, ...]  # in chain order
     batch_size: int  # images
     num_threads: int = field(metadata=NOT_SEMANTIC)

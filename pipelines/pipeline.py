@@ -114,7 +114,7 @@ def _train(config: ExperimentConfig, stage: str) -> Node:
         # It also reads manifest.json, which is not named: a new listing of the photos changes it, and equal shards must
         # not train again. What it takes from there (number of images, order of shards, rows of row groups) follows from
         # the shards' names and bytes; the data set's id goes to MLflow alone.
-        reads={"prepare_data": (f"dataset/res={model.image_size}/bits={stored_bits}/*.parquet",)},
+        reads=_shards(model.image_size, stored_bits, "train", "valid"),
         config=TrainNodeConfig(
             stage=stage,
             model=model,
@@ -130,13 +130,14 @@ def _train(config: ExperimentConfig, stage: str) -> Node:
 
 
 def _evaluate(config: ExperimentConfig, stages: list[str]) -> Node:
-    resources = config.resources.per_node["evaluate"]
+    resources, size = config.resources.per_node["evaluate"], stage_model_config(config, stages[0]).image_size
     return Node(
         name="evaluate",
         function="pipelines.nodes.evaluate:run",
         needs=("prepare_data", *map(train_node, stages)),
-        reads=_weights(stages),
+        reads=_weights(stages) | _shards(size, 8, "train", "test"),
         config=EvaluateNodeConfig(
+            dataset=config.data.dataset,
             stages=tuple(stages),
             batch_size=config.evaluate.batch_size,
             num_threads=max(1, int(resources.cpus_per_worker)),
@@ -223,6 +224,11 @@ def _on_its_device(config: ExperimentConfig) -> SampleConfig:
 def _weights(stages: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """What a node that loads networks reads of the train nodes."""
     return {train_node(stage): WEIGHTS for stage in stages}
+
+
+def _shards(image_size: int, bits: int, *splits: str) -> dict[str, tuple[str, ...]]:
+    """What a node reads of prepare_data."""
+    return {"prepare_data": tuple(f"dataset/res={image_size}/bits={bits}/{split}-*.parquet" for split in splits)}
 
 
 def _report(config: ExperimentConfig, stages: list[str]) -> Node:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from toy.diamond import seal
 
+from data_prep.config import SPLITS
 from data_prep.files import Store, open_store
 from pipelines import pipeline
 from pipelines.dag.plan import Plan, plan
@@ -36,9 +37,10 @@ class Project:
         config = load("debug", [])
         self.nodes = pipeline.nodes(config)
         shards = {
-            f"dataset/res={resolution}/bits={bits}/train-00000-of-00001.parquet": "pixels"
+            f"dataset/res={resolution}/bits={bits}/{split}-00000-of-00001.parquet": "pixels"
             for resolution in config.data.resolutions
             for bits in config.data.bits
+            for split in SPLITS
         }
         self.files = {"prepare_data": {"dataset/manifest.json": "{}", **shards}, **dict.fromkeys(TRAINS, WEIGHTS)}
         assert seal(self.plan(), self.files) == ALL
@@ -107,17 +109,27 @@ def test_a_dataset_with_equal_shards_leaves_the_trainings_standing(project: Proj
     assert "of prepare_data made equal files" in project.plan()["train_first_slice"].reason
     data = project.files["prepare_data"]
     touched = {**project.files, "prepare_data": {**data, "dataset/manifest.json": '{"listing": "other"}'}}
-    assert seal(project.plan(rerun=["prepare_data"]), touched) == ["prepare_data", "evaluate", "report"]
+    assert seal(project.plan(rerun=["prepare_data"]), touched) == ["prepare_data", "report"]
 
 
-def test_a_training_reads_the_shards_of_its_own_size_and_depth(project: Project) -> None:
-    data = dict(project.files["prepare_data"])
-    (train, *_) = (node for node in project.nodes if node.name == "train_first_slice")
-    pattern = train.reads["prepare_data"][0]
-    (own,) = (path for path in data if path.startswith(pattern.removesuffix("*.parquet")))
-    ran = seal(project.plan(rerun=["prepare_data"]), {**project.files, "prepare_data": {**data, own: "other pixels"}})
-    others = [n.name for n in project.nodes if n.name in TRAINS and n.reads["prepare_data"][0] != pattern]
-    assert "train_first_slice" in ran and not {*others} & {*ran}
+LOW, HIGH = ["train_first_slice", "train_size_upscale"], ["train_depth_upscale"]  # the bits that they read
+READERS = {
+    "bits=3/train": LOW,
+    "bits=3/valid": LOW,
+    "bits=3/test": [],
+    "bits=8/train": [*HIGH, "evaluate"],
+    "bits=8/valid": HIGH,
+    "bits=8/test": ["evaluate"],
+}
+
+
+def test_a_node_reads_the_shards_of_its_own_splits_size_and_depth(project: Project) -> None:
+    data = project.files["prepare_data"]
+    for shard, readers in READERS.items():
+        changed = {path: "other pixels" if f"/{shard}-" in path else text for path, text in data.items()}
+        assert changed != data
+        ran = seal(project.plan(rerun=["prepare_data"]), {**project.files, "prepare_data": changed})
+        assert ran == ["prepare_data", *readers, "report"], shard
 
 
 DECIDE_NOTHING = {  # an addition lets changed results be skipped, so it needs a reason that is more than convenience
