@@ -20,7 +20,8 @@ from pipelines.nodes.trained import checkpoint_uri, load_stages
 from pipelines.registry import StageModel
 from spn.bitdepth import stage_values
 from spn.config import SPNConfig
-from spn.evaluation import Histogram, bits_per_dim, chain_nats, image_nats, raw_entropy_bits
+from spn.evaluation import bits_per_dim, chain_nats, image_nats
+from spn.histogram import Histogram, raw_entropy_bits
 
 if TYPE_CHECKING:
     from pipelines.config import EvaluateNodeConfig

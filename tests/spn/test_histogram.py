@@ -11,7 +11,7 @@ import math
 import numpy as np
 import pytest
 
-from spn.evaluation import Histogram, raw_entropy_bits
+from spn.histogram import Histogram, raw_entropy_bits
 
 
 def skewed_pixels(seed: int, num_images: int) -> np.ndarray:
