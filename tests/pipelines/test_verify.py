@@ -61,7 +61,7 @@ def test_a_build_says_what_it_used_and_what_not(built: str, storage: Path) -> No
     (first,) = [i for i, line in enumerate(lines) if line.startswith("data set demo_photos: ")]
     assert "train, " in lines[first] and " images (" in lines[first]
     assert lines[first + 1].startswith("converted: ") and lines[first + 2] == "quarantined: 0"
-    assert lines[first + 3] == "left alone: 1 (1 not_a_data_file)"  # the photos' ATTRIBUTION.md
+    assert lines[first + 3] == "skipped: 1 (1 not_a_data_file)"  # the photos' ATTRIBUTION.md
     with sqlite3.connect(storage / "debug" / "mlflow.db") as ledger:
         logged = dict(ledger.execute("select key, value from latest_metrics"))
     assert logged["images/quarantined"] == 0 and logged["data_bytes"] > 0
