@@ -25,15 +25,22 @@ import numpy as np
 
 from data_prep import images
 from data_prep.config import SPLITS, DataConfig
-from data_prep.files import open_store, parent
 from data_prep.order import permutation, rank_by_hash
-from data_prep.sources.base import ENCODED, Item, Reader, Source, Unplannable, UnusableSource, as_text, readable
+from data_prep.sources.base import (
+    ENCODED,
+    MAPPINGS,
+    Item,
+    Reader,
+    Source,
+    Unplannable,
+    UnusableSource,
+    as_text,
+    split_files,
+)
 
 NUM_GLOW_TEST = 3_000
 
 _BYTE_DECIDING_LIBRARIES = ("numpy", "pillow", "pyarrow", "simplejpeg")
-_MAPPINGS = ("CelebA-HQ-to-CelebA-mapping.txt", "image_list.txt")
-_PARTITION = "list_eval_partition.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +218,7 @@ def split_items(config: DataConfig, root: str, items: list[Item]) -> dict[str, l
     elif rule == "glow":
         split_of = _glow(items)
     elif rule == "celeba_partition":
-        split_of = _celeba_partition(root, items)
+        split_of = _celeba_partition(config, root, items)
     else:
         split_of = _from_file(config, root, items)
     if rule != "by_photo":
@@ -266,15 +273,15 @@ def _glow(items: list[Item]) -> dict[str, str]:
     return {item.key: "test" if i < NUM_GLOW_TEST else "train" for i, item in enumerate(ranked)}
 
 
-def _celeba_partition(root: str, items: list[Item]) -> dict[str, str]:
+def _celeba_partition(config: DataConfig, root: str, items: list[Item]) -> dict[str, str]:
     """CelebA-HQ's image i is CelebA's image orig_file; that one's partition is 0 train, 1 valid, 2 test."""
-    lines = [line.split() for line in _lines(root, (_PARTITION,))]
-    partition = {line[0]: SPLITS[int(line[1])] for line in lines if line[1:2] in (["0"], ["1"], ["2"])}
-    header, *rows = [line.split() for line in _lines(root, _MAPPINGS)] or [[]]
+    partition_lines, mapping_lines = ([line.split() for line in lines] for lines in _lines(config, root))
+    partition = {line[0]: SPLITS[int(line[1])] for line in partition_lines if line[1:2] in (["0"], ["1"], ["2"])}
+    header, *rows = mapping_lines or [[]]
     try:
         index, original = header.index("idx"), header.index("orig_file")
     except ValueError:
-        raise UnusableSource("missing_column", f"{_MAPPINGS[0]} has no columns idx and orig_file") from None
+        raise UnusableSource("missing_column", f"{MAPPINGS[0]} has no columns idx and orig_file") from None
     rows = [row for row in rows if len(row) > max(index, original) and row[index].isdecimal()]
     original_of = {int(row[index]): row[original] for row in rows}  # an image that no good line names is reported below
     split_of = {}
@@ -287,9 +294,9 @@ def _celeba_partition(root: str, items: list[Item]) -> dict[str, str]:
 
 
 def _from_file(config: DataConfig, root: str, items: list[Item]) -> dict[str, str]:
-    assert config.split_file is not None
     split_of = {}
-    for line in _lines(root, (config.split_file,)):
+    (lines,) = _lines(config, root)
+    for line in lines:
         key, _, split = line.strip().replace(",", " ").rpartition(" ")
         key = key.strip().strip('"')
         if split not in SPLITS:
@@ -303,17 +310,10 @@ def _from_file(config: DataConfig, root: str, items: list[Item]) -> dict[str, st
     return split_of
 
 
-def _lines(root: str, names: tuple[str, ...]) -> list[str]:
-    """Lines of the first of the files that exists: below the root, or anywhere by path or URI."""
-    for name in names:
-        anywhere = "://" in name or name.startswith(("/", "~"))
-        folder, file = parent(name) if anywhere else (root, name)
-        store = open_store(folder)
-        if store.exists(file):
-            with readable(name):
-                text = as_text(store.read_bytes(file), path=name)
-            return [line for line in text.splitlines() if line.strip()]
-    raise UnusableSource("missing_file", f"{names[0]} is not below {root}")
+def _lines(config: DataConfig, root: str) -> list[list[str]]:
+    """The lines of each file that decides the splits."""
+    texts = [as_text(data, path=name) for name, data in split_files(config, root)]
+    return [[line for line in text.splitlines() if line.strip()] for text in texts]
 
 
 # ---- known data sets -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 from data_prep.config import DataConfig
 from data_prep.files import UserError
 from data_prep.plan import check_id
-from data_prep.sources import identify
+from data_prep.sources import Unplannable, identify
 from pipelines.config import (
     DrawingConfig,
     EvaluateNodeConfig,
@@ -66,14 +66,13 @@ def _listing(data: DataConfig) -> tuple[str, str]:
     """(module that reads the source of images, hash of the names, sizes and times of the source's files)."""
     try:
         name, listing_hash = identify(data)
+        check_id(data, name)
     except OSError as error:
         raise UserError(f"data.root is {data.root!r}; it cannot be read: {error}") from error
+    except Unplannable as error:
+        raise UserError(f"data.{error}") from error
     except ValueError as error:
         raise UserError(f"data.root: {error}") from error
-    try:
-        check_id(data, name)
-    except ValueError as error:
-        raise UserError(f"data.{error}") from error
     return f"data_prep.sources.{name}", listing_hash
 
 

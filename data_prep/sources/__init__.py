@@ -42,14 +42,14 @@ def root_of(config: DataConfig) -> str:
 
 
 def identify(config: DataConfig) -> tuple[str, str]:
-    """(source, hash of the names, sizes and modification times of its files).
+    """(source, hash of the names, sizes and modification times of its files and of what decides the splits).
 
     The source is the name of the module `data_prep.sources.<source>` that reads it; with the hash it decides what a
     data set is made from. Archives are not read through, so it is quick. Raises Unplannable and OSError as `find` does.
     """
     listing = list_files(root_of(config))
     name, used, _ = _recognise(listing, config)
-    return name, hash_of(listing.root, used, by_content=config.root is None)
+    return name, hash_of(listing.root, used, config)
 
 
 def find(config: DataConfig) -> Source:
@@ -70,7 +70,7 @@ def find(config: DataConfig) -> Source:
         items=sorted(found.items, key=lambda item: item.key),
         rejected=sorted(found.rejected, key=lambda rejected: (rejected.item.key, rejected.item.offset or 0)),
         skipped={"not_a_data_file": skipped} if skipped else {},
-        listing_hash=hash_of(listing.root, used, by_content=config.root is None),
+        listing_hash=hash_of(listing.root, used, config),
         side=found.side,
     )
 

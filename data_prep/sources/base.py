@@ -20,12 +20,15 @@ from typing import Any, Protocol, cast
 import pyarrow as pa
 
 from data_prep.config import DataConfig
-from data_prep.files import Store, UserError, is_transient, open_store, printable
+from data_prep.files import Store, UserError, is_transient, open_store, parent, printable
 from data_prep.images import UnusableImage
 
 ENCODED, HWC, CHW = "encoded", "hwc", "chw"  # an image file; raw uint8 of a square, interleaved or in planes
 UNUSED = "unused"  # a split that the data set does not have
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")  # TIFF: to be named, not skipped
+
+PARTITION = "list_eval_partition.txt"  # of CelebA
+MAPPINGS = ("CelebA-HQ-to-CelebA-mapping.txt", "image_list.txt")  # the first that exists counts
 
 _SYSTEM_FILES = ("thumbs.db", "desktop.ini")
 _MAX_OPEN = 16  # files that stay open for further items
@@ -282,13 +285,47 @@ def _broken_link(store: Store, folders: Iterable[str]) -> str | None:
     return None
 
 
-def hash_of(root: str, files: Iterable[SourceFile], *, by_content: bool) -> str:
-    """Hash of paths, sizes and times; by content, where times say nothing (files that come with this package)."""
+def hash_of(root: str, files: Iterable[SourceFile], config: DataConfig) -> str:
+    """Hash of paths, sizes and times, and of the contents of the files that decide the splits.
+
+    By content, where times say nothing: files that come with this package.
+    """
     store, sha = open_store(root), hashlib.sha256()
     for file in files:
-        third = store.sha256(file.path) if by_content else file.mtime_ns
+        third = store.sha256(file.path) if config.root is None else file.mtime_ns
         sha.update(json.dumps([file.path, file.size, third]).encode() + b"\n")
+    for _, data in split_files(config, root):
+        sha.update(hashlib.sha256(data).digest())
     return sha.hexdigest()
+
+
+def split_files(config: DataConfig, root: str) -> list[tuple[str, bytes]]:
+    """(name, contents) of the text files that decide the splits: below the root, or anywhere by path or URI.
+
+    Raises Unplannable when split_file is not there, UnusableSource when another one is not.
+    """
+    if config.split == "celeba_partition":
+        return [_first_file(root, names) for names in ((PARTITION,), MAPPINGS)]
+    if config.split_file is None:
+        return []
+    try:
+        return [_first_file(root, (config.split_file,))]
+    except UnusableSource as error:
+        if error.reason != "missing_file":
+            raise
+        message = f"there is no such file (a name counts from {root})"
+        raise Unplannable(f"split_file is {config.split_file!r}; {message}") from None
+
+
+def _first_file(root: str, names: tuple[str, ...]) -> tuple[str, bytes]:
+    for name in names:
+        anywhere = "://" in name or name.startswith(("/", "~"))
+        folder, file = parent(name) if anywhere else (root, name)
+        store = open_store(folder)
+        if store.exists(file):
+            with readable(name):
+                return name, store.read_bytes(file)
+    raise UnusableSource("missing_file", f"{names[0]} is not below {root}")
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------

@@ -5,13 +5,14 @@ pytest tests/data_prep/test_splits.py
 
 from __future__ import annotations
 
+import os
 import pathlib
 
 import pytest
 
 from data_prep.config import DataConfig
 from data_prep.plan import split_items, split_photos
-from data_prep.sources import Item, UnusableSource
+from data_prep.sources import Item, Unplannable, UnusableSource, identify
 
 
 def config(**changes: object) -> DataConfig:
@@ -89,5 +90,24 @@ def test_file_names_the_split_of_every_image(tmp_path: pathlib.Path):
         with pytest.raises(UnusableSource, match=f"split_mismatch.*{message}"):
             sizes(rule, found, str(tmp_path))
     path.unlink()
-    with pytest.raises(UnusableSource, match="missing_file: splits.csv"):
+    with pytest.raises(Unplannable, match="^split_file is 'splits.csv'; there is no such file"):
         sizes(rule, found, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("rule", "names"),
+    [
+        ({"split": "file", "split_file": "splits.csv"}, ["splits.csv"]),
+        ({"split": "celeba_partition"}, ["list_eval_partition.txt", "image_list.txt"]),
+    ],
+)
+def test_what_decides_the_splits_is_part_of_the_source(tmp_path: pathlib.Path, rule: dict, names: list[str]):
+    """An edit in place that keeps the size and the time counts."""
+    (tmp_path / "a.png").write_bytes(b"")
+    hashes = []
+    for edited in (None, *names):
+        for name in names:
+            (tmp_path / name).write_text("valid" if name == edited else "train")
+            os.utime(tmp_path / name, (1, 1))
+        hashes.append(identify(config(root=str(tmp_path), source="folder", **rule))[1])
+    assert len(set(hashes)) == 1 + len(names)
