@@ -194,7 +194,8 @@ class PrepareDataNodeConfig:
 class TrainNodeConfig:
     stage: str
     model: SPNConfig
-    train: TrainConfig
+    train: TrainConfig  # without init_from
+    init_from: str | None = field(default=None, metadata=NOT_SEMANTIC)  # its weights are the node's source
     stored_bits: int  # bit depth of the Parquet files that are read
     seed: int
     resources: NodeResources = field(metadata=NOT_SEMANTIC)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from data_prep.config import DataConfig
-from data_prep.files import UserError
+from data_prep.files import UserError, open_store
 from data_prep.plan import check_id
 from data_prep.sources import Unplannable, identify
 from pipelines.config import (
@@ -31,31 +31,34 @@ from pipelines.config import (
     stage_names,
     train_node,
 )
+from pipelines.dag.fingerprint import digest
+from pipelines.dag.masking import mask_uris
 from pipelines.dag.node import Node
 from pipelines.loading import preset_names, to_yaml
 from pipelines.nodes.images import SAMPLE, SCORE, UserImages
 from pipelines.nodes.pictures import TrainingSamples
 
 # Of a train node's output, what networks are loaded from: no optimiser state, no learning curve.
-WEIGHTS = ("checkpoint/config.json", "checkpoint/ema.safetensors")
+CHECKPOINT = ("config.json", "ema.safetensors")
+WEIGHTS = tuple(f"checkpoint/{name}" for name in CHECKPOINT)
 INGEST_CPUS = 0.25  # a train node's read tasks, beside its workers
 
 
 def nodes(config: ExperimentConfig, *, images: UserImages | None = None, listed: bool = True) -> list[Node]:
     """All nodes of the pipeline; with the user's images the one that reads them, and those upstream of it.
 
-    listed: whether the raw images are listed, which fingerprints need. Raises UserError where there are none, or where
-    the dataset has the id of another.
+    listed: whether the raw images are listed and weights to start from are read, which fingerprints need. Raises
+    UserError where there are no images, or where the dataset has the id of another.
     """
     reader, source = _listing(config.data) if listed else ("", "")
     if images is not None:
         reads_them = _score_images if images.node == SCORE else _sample_images
-        trains = [_train(config, stage) for stage in images.stages]
+        trains = [_train(config, stage, listed) for stage in images.stages]
         return [_prepare_data(config, reader, source), *trains, reads_them(config, images)]
     stages = stage_names(config)
     return [
         _prepare_data(config, reader, source),
-        *(_train(config, stage) for stage in stages),
+        *(_train(config, stage, listed) for stage in stages),
         _evaluate(config, stages),
         _sample(config, stages),
         _report(config, stages),
@@ -91,9 +94,23 @@ def _prepare_data(config: ExperimentConfig, reader: str, source: str) -> Node:
     )
 
 
-def _train(config: ExperimentConfig, stage: str) -> Node:
+def _start_weights(uri: str) -> str:
+    """Hash of the checkpoint's weights. They count instead of their place, so that a folder may move.
+
+    Where there is no checkpoint the place counts: the training then runs, and says so, or is kept by --keep.
+    """
+    try:
+        store = open_store(uri)
+        if not all(store.exists(name) for name in CHECKPOINT):
+            return f"no checkpoint at {mask_uris(uri)}"
+        return digest([store.sha256(name) for name in CHECKPOINT])
+    except (OSError, ValueError) as error:
+        raise UserError(f"train.init_from is {uri!r}; it cannot be read: {error}") from error
+
+
+def _train(config: ExperimentConfig, stage: str, listed: bool) -> Node:
     resources = config.resources.per_node[train_node(stage)]
-    model = stage_model_config(config, stage)
+    model, train = stage_model_config(config, stage), config.per_stage[stage].train
     depth = model.num_given_bits + model.num_bits
     stored_bits = min(bits for bits in config.data.bits if bits >= depth)
     samples = None
@@ -117,12 +134,14 @@ def _train(config: ExperimentConfig, stage: str) -> Node:
         config=TrainNodeConfig(
             stage=stage,
             model=model,
-            train=config.per_stage[stage].train,
+            train=dataclasses.replace(train, init_from=None),
+            init_from=train.init_from,
             stored_bits=stored_bits,
             seed=config.seed,
             resources=resources,
             samples=samples,
         ),
+        source=_start_weights(train.init_from) if listed and train.init_from is not None else "",
         tags={"stage": stage},
         **node,
     )

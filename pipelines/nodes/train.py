@@ -57,16 +57,16 @@ def run(context: NodeContext[TrainNodeConfig]) -> NodeResult:
     for split, key in (("train", "data.root"), ("valid", "data.num_valid_photos")):
         if dataset.num_images(split) == 0:
             raise UserError(f"{key}: {dataset.uri} has no {split} images; training and validation need some")
-    # A resumed attempt does not read these weights again, and they may be gone.
-    if config.train.init_from is not None and context.fresh:
-        check_start_weights(config.train.init_from, config.model)
+    store = open_store(context.out)
+    name = f"{config.stage}-{context.fingerprint}-{context.attempt}"
+    # A training that has a checkpoint of its own does not read these weights again, and they may be gone.
+    if config.init_from is not None and committed_step(store, name) == 0:
+        check_start_weights(config.init_from, config.model)
     with context.run.open() as run:
         for split, purpose in (("train", "training"), ("valid", "validation")):
             run.log_dataset(
                 dataset, resolution=config.model.image_size, bits=config.stored_bits, split=split, context=purpose
             )
-    store = open_store(context.out)
-    name = f"{config.stage}-{context.fingerprint}-{context.attempt}"
     num_valid = min(config.train.num_valid_images or dataset.num_images("valid"), dataset.num_images("valid"))
     result = _trainer(context, store, name=name, dataset=dataset.uri, num_valid=num_valid).fit()
     chosen, score = min(result.best_checkpoints, key=lambda item: item[1]["valid/bits_per_dim"])
@@ -175,8 +175,8 @@ def train_worker(context: NodeContext[TrainNodeConfig], micro_batch_size: int | 
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
             history = resume(state, Path(folder), device)
-    elif config.init_from is not None:
-        state.start_from(start_weights_of(config.init_from, node.model))
+    elif node.init_from is not None:
+        state.start_from(start_weights_of(node.init_from, node.model))
     forward = make_forward(model, config)
     share = config.batch_size // num_workers
     if micro_batch_size is None:

@@ -15,6 +15,8 @@ from spn.checkpoint import CONFIG, EMA, check_start, load_config, load_model, st
 from spn.config import SPNConfig
 from spn.model import SPN
 
+_KEPT = " (gone after the training? --keep with the node's name adopts what it made)"
+
 
 def checkpoint_uri(output: NodeOutput) -> str:
     """Folder of the checkpoint that a train node chose."""
@@ -48,7 +50,7 @@ def check_start_weights(uri: str, config: SPNConfig) -> None:
     """Raises UserError if a path or URI holds no checkpoint, or that of another network. It reads little."""
     for name in (CONFIG, EMA):
         if not open_store(uri).exists(name):
-            raise UserError(f"train.init_from: {uri} has no {name}; it must be the folder of a checkpoint")
+            raise UserError(f"train.init_from: {uri} has no {name}; it must be the folder of a checkpoint{_KEPT}")
     with _downloaded(uri, CONFIG) as folder:
         try:
             check_start(folder, config)

@@ -304,7 +304,7 @@ DECIDES_NOTHING = {  # an addition lets changed results be skipped, so it needs 
     EmbedderConfig: set(),
     DataConfig: {"root", "max_quarantine_fraction"},
     PrepareDataNodeConfig: {"num_cpus"},
-    TrainNodeConfig: RESOURCES | {"samples"},
+    TrainNodeConfig: RESOURCES | {"samples", "init_from"},
     EvaluateNodeConfig: DEVICE,
     SampleNodeConfig: RESOURCES,
     SampleImagesNodeConfig: RESOURCES | {"images"},

@@ -268,5 +268,5 @@ def test_a_node_that_fails_fails_the_job(head: Head, storage: Path) -> None:
     job = head.submit(*command, timeout_sec=300)
     assert (job.status, job.exit_code) == ("FAILED", 2), job.log
     message = "train.init_from: /nowhere/step-00000001 has no config.json; it must be the folder of a checkpoint"
-    assert f"\nerror: train_first_slice: {message}\n" in job.log
+    assert f"\nerror: train_first_slice: {message} (" in job.log
     assert message in Path(re.search(r"see (\S+error.txt)", job.log)[1]).read_text()

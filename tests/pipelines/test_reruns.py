@@ -15,6 +15,7 @@ from toy.diamond import seal
 from data_prep.config import SPLITS
 from data_prep.files import Store, open_store
 from pipelines import pipeline
+from pipelines.dag.fingerprint import canonical
 from pipelines.dag.plan import Plan, plan
 from pipelines.loading import load
 from pipelines.project import NOT_SEMANTIC, ROOT, SOURCES
@@ -138,6 +139,23 @@ DECIDE_NOTHING = {  # an addition lets changed results be skipped, so it needs a
     *("pipelines.dag.masking", "pipelines.dag.node", "pipelines.dag.progress", "pipelines.nodes.memory"),
     "spn.gpu.flops",
 }
+
+
+def test_weights_to_start_from_count_by_their_contents(tmp_path: Path) -> None:
+    """A folder may move; other weights under the same path train again, and so does a place without any."""
+
+    def checkpoint(name: str, weights: str) -> tuple[str, object]:
+        for file in pipeline.CHECKPOINT:
+            open_store(tmp_path / name).write_text(file, weights)
+        return planned(name)
+
+    def planned(name: str) -> tuple[str, object]:
+        node = pipeline.nodes(load("debug", [f"train.init_from={tmp_path / name}"]))[1]
+        return node.source, canonical(node.config)
+
+    first, moved, other = checkpoint("a", "1"), checkpoint("b", "1"), checkpoint("a", "2")
+    assert first == moved and len({first[0], other[0], planned("c")[0], planned("d")[0], ""}) == 5
+    assert canonical(pipeline.nodes(load("debug"))[1].config) == first[1], "nothing else tells"
 
 
 def test_every_module_that_decides_nothing_exists_and_says_why() -> None:

@@ -310,12 +310,14 @@ def test_weights_to_start_from_are_checked_before_a_worker_starts(
 
 @pytest.mark.parametrize(("num_valid", "message"), [(0, "no valid images"), (1, "^train.init_from: /nowhere has no ")])
 def test_what_a_training_cannot_begin_with_is_the_users_mistake(
-    num_valid: int, message: str, monkeypatch: pytest.MonkeyPatch, size_upscale: SPNConfig
+    num_valid: int, message: str, monkeypatch: pytest.MonkeyPatch, size_upscale: SPNConfig, tmp_path: Path
 ) -> None:
     images = SimpleNamespace(uri="set", num_images=lambda split: num_valid if split == "valid" else 1)
     monkeypatch.setattr(train, "open_dataset", lambda _: images)
     inputs = {"prepare_data": SimpleNamespace(uri="/data", named={"dataset": "dataset"})}
-    context = SimpleNamespace(config=node(size_upscale, init_from="/nowhere"), inputs=inputs, fresh=True)
+    config = dataclasses.replace(node(size_upscale), init_from="/nowhere")
+    names = dict(fingerprint="f", attempt="a", fresh=False)  # an attempt that ended before its first checkpoint
+    context = SimpleNamespace(config=config, inputs=inputs, out=str(tmp_path), **names)
     with pytest.raises(UserError, match=message):
         train.run(context)
 
