@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
+
+from data_prep.files import UserError
+
+_OF_LIBRARIES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")  # which do not ask PyTorch for memory
 
 
 def halved(size: int, *, divides: int | None = None) -> Iterator[int]:
@@ -25,7 +30,7 @@ def largest_that_fits(sizes: Iterable[int], attempt: Callable[[int], object]) ->
             attempt(size)
             return size
         except RuntimeError as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
         free_memory()  # here, where no traceback refers to tensors any more
     return 0
@@ -40,10 +45,28 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _is_out_of_memory(error: BaseException | None) -> bool:
+@contextlib.contextmanager
+def naming(setting: str, size: int) -> Iterator[None]:
+    """Running out of GPU memory becomes one line that names the setting, of which `size` was too much."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(f"{setting}: the GPU's memory does not hold {size:,} at once any more; set less") from error
+
+
+def device_name(device: torch.device | str) -> str:
+    """What a size was found for."""
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
     """Also if the compiler, which tries kernels on the GPU, raised an error of its own because of it."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError):
+            return True
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _OF_LIBRARIES):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -7,7 +7,7 @@ rest. How a network draws stands in spn/sampling.py and spn/decoding.py.
 
     images/<key>.png                                     8 bits per channel, for the eye
     res=<R>/bits=<B>/samples-00000-of-00004.parquet      columns as in data_prep/parquet.py, values of B bits
-    chunks.json                                          {"batch_size": images drawn at once}
+    chunks.json                                          {"batch_size": images drawn at once, "device": found on}
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ import torch
 from data_prep.files import Store, UserError, open_store
 from data_prep.parquet import ShardWriter, open_parquet, pixels, schema, shard_path
 from pipelines.dag.node import NodeContext, NodeOutput, NodeResult
-from pipelines.nodes.memory import halved, largest_that_fits
+from pipelines.nodes.memory import device_name, halved, largest_that_fits, naming
 from pipelines.nodes.pictures import after_stages, animation, display, generation_frames, grid, png, side_by_side
 from pipelines.nodes.trained import checkpoint_step, load_stage_configs, load_stages
 from spn.config import SPNConfig
@@ -133,6 +134,7 @@ def chunks_of(images: ToDraw, *, size: int) -> list[Chunk]:
 def draw(job: Job, images: ToDraw, *, progress: Reporter) -> list[Chunk]:
     """Draws the chunks that are not on storage yet, side by side on resources.num_workers Ray actors; returns all.
 
+    The workers start together or not at all: two runs that hold half of the GPUs each would wait for each other.
     A worker that dies is replaced and its chunk drawn again, resources.max_failures times; then Ray's error is raised.
     What is finished stays on storage either way. Raises UserError if not even one image fits into a GPU.
     """
@@ -148,27 +150,48 @@ def draw(job: Job, images: ToDraw, *, progress: Reporter) -> list[Chunk]:
         "max_restarts": resources.max_failures,
         "max_task_retries": resources.max_failures,
     }
-    worker_class = ray.remote(**options)(DrawingWorker)
+    bundle = {resource: amount for resource, amount in resources.worker.items() if amount}
+    gang = gang_name(job)
     workers: list[Any] = []
 
+    def remove_gang() -> None:
+        with contextlib.suppress(ValueError):  # there is none of this name
+            ray.util.remove_placement_group(ray.util.get_placement_group(gang))
+
     def start_workers(most: int) -> None:
-        while len(workers) < min(resources.num_workers, most):
-            workers.append(worker_class.remote(job, progress, total))
+        if workers or not most:
+            return
+        remove_gang()  # of an earlier start in this Ray session that was killed
+        bundles = [bundle] * min(resources.num_workers, most)
+        group = ray.util.placement_group(bundles, strategy="PACK", name=gang)
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
+        worker_class = ray.remote(**options, scheduling_strategy=strategy)(DrawingWorker)
+        workers.extend(worker_class.remote(job, progress, total) for _ in bundles)
+
+    def unfinished(size: int) -> list[Chunk]:
+        present = {entry.path for entry in store.walk()}
+        return [c for c in chunks_of(images, size=size) if not _is_finished(store, configs, c, present)]
 
     try:
-        size = recorded_size(store)
+        size, device = recorded_size(store)
         if size is None and not resources.use_gpu:
-            size = job.config.batch_size or ON_CPU
-        elif size is None:
+            size, device = job.config.batch_size or ON_CPU, "cpu"
+        elif resources.use_gpu and (size is None or unfinished(size)):
             start_workers(len(images.keys))
-            most = min(-(-len(images.keys) // resources.num_workers), job.config.batch_size or MOST_ON_GPU, MOST_ON_GPU)
-            size = min(ray.get([worker.largest_batch.remote(most) for worker in workers]))
-            if size == 0:
-                raise UserError(f"not even one image of {', '.join(configs)} fits into a GPU's memory at once")
-        store.write_text(CHUNKS, json.dumps({"batch_size": size}))
-        chunks = chunks_of(images, size=size)
-        present = {entry.path for entry in store.walk()}
-        todo = [chunk for chunk in chunks if not _is_finished(store, configs, chunk, present)]
+            devices = ", ".join(sorted({*ray.get([worker.device_name.remote() for worker in workers])}))
+            if devices != device:
+                share = -(-len(images.keys) // resources.num_workers)
+                most = size or min(share, job.config.batch_size or MOST_ON_GPU, MOST_ON_GPU)
+                fits = min(ray.get([worker.largest_batch.remote(most) for worker in workers]))
+                if fits == 0:
+                    raise UserError(f"not even one image of {', '.join(configs)} fits into a GPU's memory at once")
+                if size is not None and size != fits:  # chunks of another size have other files
+                    for chunk in chunks_of(images, size=size):
+                        store.delete(_path(configs, chunk))
+                size, device = fits, devices
+        assert size is not None
+        store.write_text(CHUNKS, json.dumps({"batch_size": size, "device": device}))
+        chunks, todo = chunks_of(images, size=size), unfinished(size)
         left = sum(len(chunk.images.keys) for chunk in todo)
         progress.update(total - pixels_each * left, total, unit="pixels", note=f"{size:,} at once")
         start_workers(len(todo))
@@ -186,12 +209,22 @@ def draw(job: Job, images: ToDraw, *, progress: Reporter) -> list[Chunk]:
     finally:
         for worker in workers:
             ray.kill(worker)
+        if workers:
+            remove_gang()
     return chunks
 
 
-def recorded_size(store: Store) -> int | None:
-    """Images drawn at once, as an earlier start of the attempt found; None at the first."""
-    return json.loads(store.read_bytes(CHUNKS))["batch_size"] if store.exists(CHUNKS) else None
+def gang_name(job: Job) -> str:
+    """Of the placement group, by which a later start finds it."""
+    return f"draw-{hashlib.sha256(job.out.encode()).hexdigest()[:16]}"
+
+
+def recorded_size(store: Store) -> tuple[int | None, str]:
+    """Images drawn at once, as an earlier start of the attempt found, and on which devices; None at the first."""
+    if not store.exists(CHUNKS):
+        return None, ""
+    found = json.loads(store.read_bytes(CHUNKS))
+    return found["batch_size"], found.get("device", "")
 
 
 def pixels_to_draw(job: Job, configs: Mapping[str, SPNConfig]) -> int:
@@ -223,6 +256,9 @@ class DrawingWorker:
     def models(self) -> dict[str, SPN]:
         """Loaded by the first call: what fails in a constructor is to Ray a lost worker, which is replaced."""
         return load_stages(self.job.inputs, self.job.config.stages, device=self.device)
+
+    def device_name(self) -> str:
+        return device_name(self.device)
 
     def largest_batch(self, most: int) -> int:
         """Images that can be drawn at once: `most`, or half, or a quarter, …; 0: not even one."""
@@ -285,18 +321,19 @@ class DrawingWorker:
             done += pixels_per_row
             part.update(done, self.total, unit="pixels", note=note)
 
-        known = sample_chain(
-            self.models,
-            seed=config.seed,
-            images=images.seeds,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            precision=config.precision,
-            decoder=config.decoder,
-            decoders=self.decoders,
-            **self._start(images),
-            on_row=on_row,
-        )
+        with naming("sample.batch_size", len(images.keys)):
+            known = sample_chain(
+                self.models,
+                seed=config.seed,
+                images=images.seeds,
+                temperature=config.temperature,
+                top_p=config.top_p,
+                precision=config.precision,
+                decoder=config.decoder,
+                decoders=self.decoders,
+                **self._start(images),
+                on_row=on_row,
+            )
         values = list(known.values())[-1].permute(0, 2, 3, 1).to(torch.uint8).cpu().numpy()
         write_chunk(open_store(self.job.out), chunk, values, num_bits=_depth(configs))
 

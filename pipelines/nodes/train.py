@@ -13,6 +13,7 @@ import json
 import posixpath
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from data_prep.ingest import collate, train_stream
 from data_prep.order import draws
 from data_prep.parquet import open_dataset
 from pipelines.dag.node import NodeContext, NodeResult
-from pipelines.nodes.memory import free_memory, halved, largest_that_fits
+from pipelines.nodes.memory import device_name, free_memory, halved, largest_that_fits, naming
 from pipelines.nodes.trained import check_start_weights, start_weights_of
 from spn.bitdepth import stage_values
 from spn.checkpoint import CONFIG, load_trainer, load_weights, save_checkpoint
@@ -109,12 +110,12 @@ def _trainer(
     def valid_data() -> ray.data.Dataset:
         return stream(split="valid", start_row=0, num_rows=num_valid)  # a fixed set, drawn by the seed
 
-    micro_batch_size = recorded_micro_batch(store, train, num_workers=resources.num_workers)
+    recorded = recorded_micro_batch(store, train, num_workers=resources.num_workers)
     per_worker = {"CPU": resources.cpus_per_worker}
     if resources.use_gpu:
         per_worker["GPU"] = resources.gpus_per_worker
     return TorchTrainer(
-        functools.partial(train_worker, context, micro_batch_size),
+        functools.partial(train_worker, context, recorded),
         scaling_config=ray.train.ScalingConfig(
             num_workers=resources.num_workers, use_gpu=resources.use_gpu, resources_per_worker=per_worker
         ),
@@ -158,8 +159,8 @@ def rows_to_read(train: TrainConfig, step: int) -> tuple[int, int]:
 # ---- a worker ---------------------------------------------------------------------------------------------------
 
 
-def train_worker(context: NodeContext[TrainNodeConfig], micro_batch_size: int | None) -> None:
-    """What each Ray Train worker runs. micro_batch_size: as recorded in the attempt; None: to be found."""
+def train_worker(context: NodeContext[TrainNodeConfig], recorded: tuple[int, str] | None) -> None:
+    """What each Ray Train worker runs. recorded: micro-batch and device of the attempt; None: to be found."""
     node, config = context.config, context.config.train
     torch.set_num_threads(max(1, int(node.resources.cpus_per_worker)))
     workers = ray.train.get_context()
@@ -179,10 +180,14 @@ def train_worker(context: NodeContext[TrainNodeConfig], micro_batch_size: int | 
         state.start_from(start_weights_of(node.init_from, node.model))
     forward = make_forward(model, config)
     share = config.batch_size // num_workers
-    if micro_batch_size is None:
+    # A restart keeps the size, unless any worker now runs on another kind of device.
+    on, (micro_batch_size, found_on) = device_name(device), recorded or (0, "")
+    if not smallest_of_workers(int(found_on == on), device):
         micro_batch_size = find_micro_batch(model, forward, config, share=share, trying=device.type == "cuda")
         if rank == 0:
-            open_store(context.out).write_text(MICRO_BATCH, json.dumps({"micro_batch_size": micro_batch_size}))
+            open_store(context.out).write_text(
+                MICRO_BATCH, json.dumps({"micro_batch_size": micro_batch_size, "device": on})
+            )
     flops_per_slice, peak = speed_limits(node.model, device)
     # Rank 0 logs the training; the first worker of every other machine opens the run for that machine's numbers alone.
     run = context.run.open() if workers.get_local_rank() == 0 else None
@@ -230,26 +235,31 @@ def train_worker(context: NodeContext[TrainNodeConfig], micro_batch_size: int | 
         score, samples = valid.bits_per_dim(model), node.samples
         steps = {"eval_every_steps": config.eval_every_steps, "num_steps": config.num_steps}
         if run is not None and rank == 0 and samples is not None and samples.due(state.step, **steps):
-            image = to_image(valid.pixels[: samples.num_images], device)
-            picture = samples.picture(model, image, stored_bits=node.stored_bits, precision=config.precision)
-            run.log_image(picture, key=SAMPLES, step=state.step)
+            try:
+                image = to_image(valid.pixels[: samples.num_images], device)
+                picture = samples.picture(model, image, stored_bits=node.stored_bits, precision=config.precision)
+                run.log_image(picture, key=SAMPLES, step=state.step)
+            except Exception as error:  # it is for people alone: the training goes on
+                warnings.warn(f"no picture of samples at step {state.step:,}: {error}", stacklevel=1)
         return score
 
     on_step(state.step)
+    batches = micro_batches(
+        node, micro_batch_size, first_step=state.step, rank=rank, num_workers=num_workers, device=device
+    )
     try:
-        fit(
-            state,
-            config=config,
-            batches=micro_batches(
-                node, micro_batch_size, first_step=state.step, rank=rank, num_workers=num_workers, device=device
-            ),
-            forward=forward,
-            evaluate=evaluate,
-            on_log=on_log,
-            on_checkpoint=on_checkpoint,
-            on_step=on_step,
-            sum_over_workers=sum_over_workers,
-        )
+        with naming("train.micro_batch_size", micro_batch_size):
+            fit(
+                state,
+                config=config,
+                batches=batches,
+                forward=forward,
+                evaluate=evaluate,
+                on_log=on_log,
+                on_checkpoint=on_checkpoint,
+                on_step=on_step,
+                sum_over_workers=sum_over_workers,
+            )
     finally:
         if run is not None:
             run.close()
@@ -302,12 +312,13 @@ def speed_limits(config: SPNConfig, device: torch.device) -> tuple[int, float | 
 # ---- the micro-batch --------------------------------------------------------------------------------------------
 
 
-def recorded_micro_batch(store: Store, train: TrainConfig, *, num_workers: int) -> int | None:
-    """What the attempt found at its start; None if it has not yet, or if that suits no longer."""
+def recorded_micro_batch(store: Store, train: TrainConfig, *, num_workers: int) -> tuple[int, str] | None:
+    """What the attempt found at its start, and on which device; None if it has not yet, or if that suits no longer."""
     if not store.exists(MICRO_BATCH):
         return None
-    size, share = json.loads(store.read_bytes(MICRO_BATCH))["micro_batch_size"], train.batch_size // num_workers
-    return size if share % size == 0 and size <= (train.micro_batch_size or share) else None
+    found, share = json.loads(store.read_bytes(MICRO_BATCH)), train.batch_size // num_workers
+    size = found["micro_batch_size"]
+    return (size, found.get("device", "")) if share % size == 0 and size <= (train.micro_batch_size or share) else None
 
 
 def find_micro_batch(

@@ -56,6 +56,9 @@ def ray_in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Ray's actors are objects of this process, whose calls return at once; the objects that were made."""
     made: list[Any] = []
 
+    def no_group(name: str) -> None:
+        raise ValueError(f"no group {name}")
+
     def remote(**_: Any) -> Callable[[type], Any]:
         def start(kind: type, *arguments: Any) -> Actor:
             made.append(kind(*arguments))
@@ -68,6 +71,12 @@ def ray_in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         get=lambda found: [one.value for one in found] if isinstance(found, list) else found.value,
         wait=lambda references, num_returns: (references[:1], references[1:]),
         kill=lambda actor: None,
+        util=SimpleNamespace(
+            placement_group=lambda bundles, **_: bundles,
+            get_placement_group=no_group,
+            remove_placement_group=lambda group: None,
+            scheduling_strategies=SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group: group),
+        ),
     )
     monkeypatch.setitem(sys.modules, "ray", ray)
     return made

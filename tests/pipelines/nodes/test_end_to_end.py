@@ -67,7 +67,7 @@ def test_first_start_runs_every_node(first: subprocess.CompletedProcess[str], st
     for node in NODES:
         assert f"[{node}]" in first.stdout, "every node shows its progress"
     records = (storage / "debug/nodes").glob("train_*/*/*/micro_batch.json")
-    assert [json.loads(record.read_text()) for record in records] == [{"micro_batch_size": 8}] * 3
+    assert [json.loads(record.read_text()) for record in records] == [{"micro_batch_size": 8, "device": "cpu"}] * 3
 
 
 def test_stages_train_at_the_same_time(first: subprocess.CompletedProcess[str], storage: Path) -> None:

@@ -455,7 +455,7 @@ def test_images_are_drawn_at_the_configured_precision(
 
     asked_for: list[object] = []
     monkeypatch.setattr(sample, "sample_chain", seen)
-    monkeypatch.setattr(sample, "recorded_size", lambda store: 1)
+    monkeypatch.setattr(sample, "recorded_size", lambda store: (1, "cpu"))
     monkeypatch.setattr(NodeResources, "device", "cpu")
     user = UserImages("sample_images", ("a",), np.zeros((1, 8, 8, 3), np.uint8), 3, ("depth_upscale",), "depth_upscale")
     with pytest.raises(Drawn):

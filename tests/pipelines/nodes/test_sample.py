@@ -28,7 +28,7 @@ from pipelines.config import NodeResources, SampleNodeConfig
 from pipelines.dag.node import NodeContext, NodeOutput
 from pipelines.dag.progress import Reporter, Update
 from pipelines.nodes import sample
-from pipelines.nodes.sample import DrawingWorker, Job, ToDraw, chunks_of, draw, read_chunks
+from pipelines.nodes.sample import DrawingWorker, Job, ToDraw, chunks_of, draw, gang_name, read_chunks
 from pipelines.nodes.trained import load_stage_configs, load_stages
 from pipelines.tracking import RunHandle
 from spn.sampling import rows_to_sample, sample_chain
@@ -186,9 +186,14 @@ def raylet_children() -> list[psutil.Process]:
 
 @distributed
 def test_an_error_in_a_chunk_ends_the_node_and_keeps_what_is_finished(job, ray_session: None) -> None:
+    import ray
+
     wrong, images = job("wrong", batch_size=1), ToDraw(("a", "b\0"), (0, 1))  # no file can have the second name
+    ray.util.placement_group([{"CPU": 0.5}], name=gang_name(wrong))
     with pytest.raises(ValueError, match="null"):
         draw(wrong, images, progress=Reporter("sample"))
+    groups = [g for g in ray.util.placement_group_table().values() if g["name"] == gang_name(wrong)]
+    assert [group["state"] for group in groups] == ["REMOVED"] * 2, "the start's own, and that of a killed one"
     assert sorted(content(wrong.out)) == ["chunks.json", "images/a.png", f"{PARQUET}/samples-00000-of-00002.parquet"]
 
 
@@ -267,7 +272,7 @@ def test_workers_try_their_share_then_halves_and_the_smallest_is_recorded(
     assert [len(chunk.images.keys) for chunk in chunks] == [3, 3, 3, 3]
     assert tried == [6, 6, 6, 6, 3, 3, 3], "all three stages; on the second worker six do not fit, three do"
     assert drew == [1, 0, 1, 0], "each worker as soon as it is free"
-    assert json.loads((Path(one.out) / "chunks.json").read_text()) == {"batch_size": 3}
+    assert json.loads((Path(one.out) / "chunks.json").read_text()) == {"batch_size": 3, "device": "cpu"}
     alone = job("alone")
     draw(alone, TWELVE, progress=Reporter("sample"))
     pictures = [{file: each for file, each in content(j.out).items() if file.endswith(".png")} for j in (one, alone)]
@@ -277,10 +282,37 @@ def test_workers_try_their_share_then_halves_and_the_smallest_is_recorded(
 def test_a_restart_keeps_the_number_that_was_found(job, gpus) -> None:
     one = job("kept", batch_size=None, resources=ON_GPUS)
     (Path(one.out)).mkdir()
-    (Path(one.out) / "chunks.json").write_text('{"batch_size": 5}')
+    (Path(one.out) / "chunks.json").write_text('{"batch_size": 5, "device": "cpu"}')
     tried = gpus(1, 1)
     assert [len(chunk.images.keys) for chunk in draw(one, TWELVE, progress=Reporter("sample"))] == [5, 5, 2]
     assert tried == [], "nothing is tried"
+
+
+@pytest.mark.parametrize(("limit", "size"), [(100, 6), (4, 3)])
+def test_a_restart_on_another_gpu_tries_what_was_found(limit: int, size: int, job, gpus) -> None:
+    """What is finished stays where the size fits; chunks of another size leave no file behind."""
+    one = job("other", batch_size=None, resources=ON_GPUS)
+    gpus(100, 100)
+    draw(one, TWELVE, progress=Reporter("sample"))
+    files = sorted((Path(one.out) / PARQUET).iterdir())
+    kept = files[0].stat().st_mtime_ns
+    files[1].unlink()
+    (Path(one.out) / "chunks.json").write_text('{"batch_size": 6, "device": "larger"}')
+    gpus(*[limit] * 4)
+    assert [len(chunk.images.keys) for chunk in draw(one, TWELVE, progress=Reporter("sample"))] == [size] * (12 // size)
+    assert json.loads((Path(one.out) / "chunks.json").read_text()) == {"batch_size": size, "device": "cpu"}
+    assert len(list((Path(one.out) / PARQUET).iterdir())) == 12 // size
+    if size == 6:
+        assert files[0].stat().st_mtime_ns == kept
+
+
+def test_memory_that_runs_out_later_names_the_setting(job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_much(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+    monkeypatch.setattr(sample, "sample_chain", too_much)
+    with pytest.raises(UserError, match="^sample.batch_size: the GPU's memory does not hold 2 at once any more; "):
+        DrawingWorker(job("late"), Reporter("sample"), 1).draw(chunks_of(TWELVE, size=2)[0])
 
 
 @pytest.mark.parametrize(("batch_size", "most"), [(4, 4), (2000, 6), (None, 6)])
@@ -303,4 +335,4 @@ def test_on_a_cpu_nothing_is_tried(batch_size: int | None, expected: int, job, r
     images = ToDraw(tuple(f"{n:05d}" for n in range(17)), tuple(range(17)))
     one = job("cpu", batch_size=batch_size, stages=STAGES[:1])
     assert len(draw(one, images, progress=Reporter("sample"))[0].images.keys) == min(expected, 17)
-    assert json.loads((Path(one.out) / "chunks.json").read_text()) == {"batch_size": expected}
+    assert json.loads((Path(one.out) / "chunks.json").read_text()) == {"batch_size": expected, "device": "cpu"}

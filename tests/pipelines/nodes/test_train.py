@@ -233,8 +233,8 @@ def test_a_restart_keeps_what_the_attempt_has_found(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     config = TrainConfig(batch_size=24)
     assert train.recorded_micro_batch(store, config, num_workers=2) is None
-    store.write_text(train.MICRO_BATCH, json.dumps({"micro_batch_size": 6}))
-    assert train.recorded_micro_batch(store, config, num_workers=2) == 6
+    store.write_text(train.MICRO_BATCH, json.dumps({"micro_batch_size": 6, "device": "cpu"}))
+    assert train.recorded_micro_batch(store, config, num_workers=2) == (6, "cpu")
     assert train.recorded_micro_batch(store, config, num_workers=3) is None
     capped = dataclasses.replace(config, micro_batch_size=4)
     assert train.recorded_micro_batch(store, capped, num_workers=2) is None
@@ -244,41 +244,81 @@ class Trained(Exception):
     """Ends a worker where it would train."""
 
 
-@pytest.mark.parametrize("recorded", [None, 2])
-def test_a_worker_records_what_it_found_before_it_trains(
-    recorded: int | None, size_upscale: SPNConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, handed_out = node(size_upscale, num_steps=2, micro_batch_size=4), list[int]()
+@pytest.fixture
+def work(size_upscale: SPNConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """work(fit, recorded, **more of the node's config): what one worker does, with `fit` for the training."""
     place = dict.fromkeys(("get_world_rank", "get_local_rank", "get_node_rank"), lambda: 0)
     context = SimpleNamespace(**place, get_world_size=lambda: 1)
     monkeypatch.setattr(train.ray.train, "get_context", lambda: context)
     monkeypatch.setattr(train.ray.train, "get_checkpoint", lambda: None)
     monkeypatch.setattr(train.ray.train, "get_dataset_shard", lambda _: Shard(0, 1, 0))
     monkeypatch.setattr(train, "get_device", lambda: CPU)
+    config = node(size_upscale, num_steps=2, micro_batch_size=4)
+
+    def run(fit: Callable[..., None], recorded: tuple[int, str] | None = None, **more: Any) -> None:
+        monkeypatch.setattr(train, "fit", fit)
+        attempt = NodeContext(
+            node="train_size_upscale",
+            fingerprint="f",
+            attempt="a",
+            config=dataclasses.replace(config, **more),
+            inputs={},
+            out=str(tmp_path),
+            run=RunHandle(),
+            progress=Reporter("train_size_upscale"),
+            fresh=True,
+        )
+        train.train_worker(attempt, recorded)
+
+    return run
+
+
+@pytest.mark.parametrize("recorded", [None, (2, "cpu"), (2, "another")])
+def test_a_worker_records_what_it_found_before_it_trains(
+    recorded: tuple[int, str] | None, work: Callable[..., None], tmp_path: Path
+) -> None:
+    """And finds it again on another device."""
+    handed_out = list[int]()
 
     def fit(*_: Any, batches: Iterator[list[Batch]], **__: Any) -> None:
         handed_out.extend(len(batch.index) for batch in next(batches))
         raise Trained
 
-    monkeypatch.setattr(train, "fit", fit)
-    attempt = NodeContext(
-        node="train_size_upscale",
-        fingerprint="f",
-        attempt="a",
-        config=config,
-        inputs={},
-        out=str(tmp_path),
-        run=RunHandle(),
-        progress=Reporter("train_size_upscale"),
-        fresh=True,
-    )
     with pytest.raises(Trained):
-        train.train_worker(attempt, recorded)
+        work(fit, recorded)
     record = tmp_path / train.MICRO_BATCH
-    if recorded is None:
-        assert json.loads(record.read_text()) == {"micro_batch_size": 4} and handed_out == [4, 4]
-    else:
+    if recorded == (2, "cpu"):
         assert not record.exists() and handed_out == [2, 2, 2, 2]
+    else:
+        assert json.loads(record.read_text()) == {"micro_batch_size": 4, "device": "cpu"} and handed_out == [4, 4]
+
+
+def test_memory_that_runs_out_later_names_the_setting(work: Callable[..., None]) -> None:
+    def fit(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(UserError, match="^train.micro_batch_size: the GPU's memory does not hold 4 at once any more; "):
+        work(fit)
+
+
+def test_a_picture_that_cannot_be_drawn_ends_no_training(
+    work: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Samples:
+        num_images = 1
+
+        def due(self, *_: Any, **__: Any) -> bool:
+            return True
+
+        def picture(self, *_: Any, **__: Any) -> np.ndarray:
+            raise RuntimeError("no room for a picture")
+
+    valid = SimpleNamespace(bits_per_dim=lambda model: 1.5, pixels=np.zeros((1, SIDE, SIDE, 3), np.uint8))
+    monkeypatch.setattr(train, "ValidImages", lambda *_, **__: valid)
+    scores = list[float]()
+    with pytest.warns(UserWarning, match="^no picture of samples at step 0: no room for a picture$"):
+        work(lambda *_, evaluate, **__: scores.append(evaluate()), samples=Samples())
+    assert scores == [1.5]
 
 
 # ---- what it begins with -------------------------------------------------------------------------------------------
