@@ -150,6 +150,7 @@ def draw(job: Job, images: ToDraw, *, progress: Reporter) -> list[Chunk]:
         "max_restarts": resources.max_failures,
         "max_task_retries": resources.max_failures,
     }
+    share = -(-len(images.keys) // resources.num_workers)
     bundle = {resource: amount for resource, amount in resources.worker.items() if amount}
     gang = gang_name(job)
     workers: list[Any] = []
@@ -175,12 +176,11 @@ def draw(job: Job, images: ToDraw, *, progress: Reporter) -> list[Chunk]:
     try:
         size, device = recorded_size(store)
         if size is None and not resources.use_gpu:
-            size, device = job.config.batch_size or ON_CPU, "cpu"
+            size, device = job.config.batch_size or min(share, ON_CPU), "cpu"
         elif resources.use_gpu and (size is None or unfinished(size)):
             start_workers(len(images.keys))
             devices = ", ".join(sorted({*ray.get([worker.device_name.remote() for worker in workers])}))
             if devices != device:
-                share = -(-len(images.keys) // resources.num_workers)
                 most = size or min(share, job.config.batch_size or MOST_ON_GPU, MOST_ON_GPU)
                 fits = min(ray.get([worker.largest_batch.remote(most) for worker in workers]))
                 if fits == 0:

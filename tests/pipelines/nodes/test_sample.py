@@ -330,9 +330,11 @@ def test_a_gpu_too_small_for_one_image_is_the_users_mistake(job, gpus) -> None:
     assert content(one.out) == {}
 
 
-@pytest.mark.parametrize(("batch_size", "expected"), [(None, 16), (20, 20)])
-def test_on_a_cpu_nothing_is_tried(batch_size: int | None, expected: int, job, ray_in_this_process) -> None:
+@pytest.mark.parametrize(("workers", "batch_size", "expected"), [(1, None, 16), (4, None, 5), (4, 20, 20)])
+def test_on_a_cpu_nothing_is_tried(
+    workers: int, batch_size: int | None, expected: int, job, ray_in_this_process
+) -> None:
     images = ToDraw(tuple(f"{n:05d}" for n in range(17)), tuple(range(17)))
-    one = job("cpu", batch_size=batch_size, stages=STAGES[:1])
+    one = job("cpu", workers, batch_size=batch_size, stages=STAGES[:1])
     assert len(draw(one, images, progress=Reporter("sample"))[0].images.keys) == min(expected, 17)
     assert json.loads((Path(one.out) / "chunks.json").read_text()) == {"batch_size": expected, "device": "cpu"}
