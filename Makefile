@@ -17,7 +17,7 @@ INSTALLED := .venv/.installed
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 
-.PHONY: help demo test faults check lint fast job ui clean
+.PHONY: help demo test faults gpu check lint fast job ui clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -32,7 +32,10 @@ test: $(INSTALLED) ## every test that needs no GPU (a submitted Ray job: `make c
 	$(PYTEST) -m "not gpu and not faults" --ignore tests/pipelines/test_job_submit.py $(ARGS)
 
 faults: $(INSTALLED) ## killed workers, machines, drivers and servers; several Ray nodes on this machine (minutes)
-	$(BIN)/python -m pytest -m "faults and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "faults and not gpu" --ignore tests/pipelines/test_job_submit.py $(ARGS)
+
+gpu: $(INSTALLED) ## the tests that need an NVIDIA GPU
+	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 # In `make check test` the tests run once: the fast ones as part of `test`.
 check: lint $(if $(filter test,$(MAKECMDGOALS)),,fast) job ## style, types, import rules, fast tests, one submitted Ray job

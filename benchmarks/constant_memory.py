@@ -3,7 +3,7 @@
     python benchmarks/constant_memory.py --out benchmarks/results/constant_memory
 
 The paper's claim (section 2.2): memory and computation stay effectively constant with the image's size, as slices keep
-theirs. The networks of one preset, all at 8 bits, with the same number of slices a step: as SPN of S = 2, 4, 8 on
+theirs. The networks of one preset, all at 8 bits, with the same number of slices per step: as SPN of S = 2, 4, 8 on
 images of 64, 128, 256 pixels (compiled); and the decoder alone on whole images (not compiled: compare rows of one
 system), first few of them, then as many as there were slices, where running out of memory is a result. One JSON, a row
 for each.

@@ -267,7 +267,7 @@ def _plain(paths: list[str]) -> dict[int, np.ndarray]:
 
 
 def file_sizes(dataset: Path) -> dict[str, int]:
-    """Bytes an image at each resolution and depth, {"res=32/bits=3": ...}."""
+    """Bytes per image at each resolution and depth, {"res=32/bits=3": ...}."""
     manifest = open_dataset(str(dataset)).manifest
     sizes: dict[str, int] = {}
     for shard in manifest.shards:

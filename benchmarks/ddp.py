@@ -45,7 +45,7 @@ NUM_CROPS, NUM_VALID = 4096, 32
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What every worker is told. Picklable."""
+    """What every worker gets. Picklable."""
 
     model: SPNConfig
     train: TrainConfig  # of the curve; num_steps and log_every_steps are those of the curve

@@ -3,7 +3,8 @@
 #
 #     bash benchmarks/gpu.sh OUT       compare OUT/*.json with benchmarks/results
 #
-# It needs torch for CUDA, pytest, OmegaConf and PyYAML. Ray and MLflow are not imported.
+# It needs torch for CUDA, pytest, OmegaConf and PyYAML, but neither Ray nor MLflow. The GPU tests that need Ray, those
+# below tests/pipelines, are not among them: `make gpu` runs them too.
 set -uo pipefail
 out=${1:?usage: bash benchmarks/gpu.sh OUT}
 mkdir -p "$out"

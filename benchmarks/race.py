@@ -80,7 +80,7 @@ VARIANTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dataset", required=True, help="Parquet data set with the variant's size and bits")
+    parser.add_argument("--dataset", required=True, help="Parquet dataset with the variant's size and bits")
     parser.add_argument("--variant", required=True, choices=VARIANTS)
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--tune", action="store_true")

@@ -117,7 +117,7 @@ def _prepare_folder(store: Store, plan: Plan) -> None:
     if store.exists(MANIFEST):
         if Manifest.from_json(store.read_bytes(MANIFEST).decode()).plan_hash != plan.hash:
             raise ValueError(
-                f"out is {store.uri!r}; it holds a finished data set of another plan, choose another folder"
+                f"out is {store.uri!r}; it holds a finished dataset of another plan, choose another folder"
             )
     elif store.exists(_PLAN) and json.loads(store.read_bytes(_PLAN))["plan_hash"] != plan.hash:
         for entry in store.list():

@@ -45,7 +45,7 @@ RGB images as Parquet, one folder for each resolution ({_numbers(config["resolut
 - Files of the source that are not images: {_counts(manifest.source["skipped"])}.
 - Columns: `key` (path in the source), `label` (null where unknown), `orig_h`, `orig_w` (of the whole photo), `flags`
   (one bit for each conversion), `px` (height x width x 3 bytes, row by row). Rows are in the same order everywhere.
-- `manifest.json` lists every file with its checksum; files that it does not list do not belong to the data set.
+- `manifest.json` lists every file with its checksum; files that it does not list do not belong to the dataset.
 - Plan `{manifest.plan_hash}`, {", ".join(f"{name} {version}" for name, version in manifest.versions.items())}.
 - {licence}
 """
@@ -64,7 +64,7 @@ def counts(manifest: Manifest) -> list[str]:
     found = manifest.num_images
     images = ", ".join(f"{found[split]} {split}" for split in SPLITS if split in found)
     lines = [f"source: {manifest.source['name']} ({manifest.source['recognised_by']})"]
-    lines += [f"data set {manifest.dataset}: {sum(manifest.num_images.values())} images ({images})"]
+    lines += [f"dataset {manifest.dataset}: {sum(manifest.num_images.values())} images ({images})"]
     kinds = {"converted": manifest.conversions, "quarantined": manifest.quarantine}
     kinds["skipped"] = manifest.source["skipped"]
     for what, found in kinds.items():

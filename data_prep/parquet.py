@@ -291,7 +291,7 @@ def open_dataset(uri: str) -> Dataset:
     try:
         text = open_store(uri).read_bytes(MANIFEST).decode()
     except FileNotFoundError:
-        raise ValueError(f"{uri} is not a finished data set: it has no {MANIFEST}") from None
+        raise ValueError(f"{uri} is not a finished dataset: it has no {MANIFEST}") from None
     return Dataset(uri, Manifest.from_json(text))
 
 

@@ -79,7 +79,7 @@ class Plan:
 def make_plan(config: DataConfig, source: Source) -> Plan:
     check_id(config, source.name)
     if source.side is not None and config.resolutions != [source.side]:
-        what = f"source {source.name} has images of {source.side} pixels, which are the data set"
+        what = f"source {source.name} has images of {source.side} pixels, which are the dataset"
         raise Unplannable(f"resolutions is {list(config.resolutions)}; {what}: it must be [{source.side}]")
     if config.crop == "tiles" and any(item.layout != ENCODED for item in source.items[:1]):
         raise Unplannable(f"crop is 'tiles'; source {source.name} has small finished images, use center")

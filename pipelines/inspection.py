@@ -79,7 +79,7 @@ def dataset_of(config: ExperimentConfig) -> str:
     store, node = run_folder(config), "prepare_data"
     decision = planning.plan(pipeline.nodes(config), store, sources=SOURCES, only=[node])[node]
     if decision.success is None:
-        raise UserError(f"--verify: config {config.name} has no finished data set ({decision.reason}); build it first")
+        raise UserError(f"--verify: config {config.name} has no finished dataset ({decision.reason}); build it first")
     output = decision.success.output(store)
     return join(output.uri, output.named["dataset"])
 

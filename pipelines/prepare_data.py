@@ -2,7 +2,7 @@
 
 python pipelines/prepare_data.py [--config NAME|FILE] [--dry-run] [key.sub=value ...]
 python pipelines/prepare_data.py --list-sources
-python pipelines/prepare_data.py --verify [URI] [--config NAME|FILE]     re-read a finished data set; 1 if damaged
+python pipelines/prepare_data.py --verify [URI] [--config NAME|FILE]     re-read a finished dataset; 1 if damaged
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class TrainConfig:
 
     num_steps: int = 200_000
     batch_size: int = 2048  # slices an optimiser step, over all workers and accumulated micro-batches
-    micro_batch_size: int | None = execution(None)  # most slices a worker holds at once; None: its share of the batch
+    micro_batch_size: int | None = execution(None)  # most slices on a worker at once; None: its share of the batch
     optimizer: str = "rmsprop"  # TensorFlow's RMSProp; adamw; muon (matrices; adamw for all else)
     learning_rate: float = 1e-4
     schedule: str = "piecewise"

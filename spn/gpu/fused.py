@@ -26,7 +26,7 @@ with contextlib.suppress(ModuleNotFoundError):  # it comes with torch for GPUs; 
     from spn.gpu import kernels
 
 EPS = 1e-6  # of every norm in layers.py and modern.py
-LARGE = 128  # images a batch from which tiles are filled
+LARGE = 128  # images per batch from which tiles are filled
 BUSY = 70  # tiles that an H100's 132 multiprocessors are busy with
 ATTENDING = 200  # programs of `attend` that they are busy with
 PARTS = 8  # of an attention, at most; a power of two

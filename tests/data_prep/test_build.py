@@ -162,7 +162,7 @@ def test_file_that_changed_size_under_the_build_stops_the_commit(config: DataCon
 
     with pytest.raises(OSError, match="valid-00000-of-00001.parquet has 16 bytes"):
         build(config, out=str(tmp_path / "set"), progress=progress)
-    with pytest.raises(ValueError, match="not a finished data set"):
+    with pytest.raises(ValueError, match="not a finished dataset"):
         open_dataset(str(tmp_path / "set"))
     (tmp_path / "set" / "_build" / "mine").touch()  # a build with another plan would clear this folder
     build(dataclasses.replace(config, max_quarantine_fraction=0.1), out=str(tmp_path / "set"), progress=quiet)
@@ -203,7 +203,7 @@ def test_too_many_bad_photos_stop_the_build(config: DataConfig, tmp_path: pathli
     (tmp_path / "raw" / "photo_03.png").write_bytes(b"")
     with pytest.raises(TooManyUnusable, match=r"1 of 12 photos .* 1 empty .*photo_03.png"):
         build(config, out=str(tmp_path / "set"), progress=quiet)
-    with pytest.raises(ValueError, match="not a finished data set"):
+    with pytest.raises(ValueError, match="not a finished dataset"):
         open_dataset(str(tmp_path / "set"))
     assert pq.read_table(tmp_path / "set" / "quarantine.parquet").column("key").to_pylist() == ["photo_03.png"]
 

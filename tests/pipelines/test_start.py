@@ -34,7 +34,7 @@ def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
 def test_exit_codes_of_a_start(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_session: None
 ) -> None:
-    """Runs three toy nodes: a failed one ends with 1, its log and the way on; the second start goes on from there."""
+    """Runs three toy nodes: a failed one ends with 1, its log and the way on; the second start resumes."""
     broken = tmp_path / "broken"
     broken.touch()
     nodes = [

@@ -36,11 +36,11 @@ def command(storage: Path, capsys: pytest.CaptureFixture[str]) -> Command:
 def test_there_must_be_a_data_set(command: Command, tmp_path: Path) -> None:
     code, out, err = command("--verify")
     assert (code, out) == (2, "")
-    assert err == "error: --verify: config debug has no finished data set (no output yet); build it first\n"
+    assert err == "error: --verify: config debug has no finished dataset (no output yet); build it first\n"
     code, out, err = command("--verify", str(tmp_path))
     note, error = err.splitlines()  # `command` says where its runs are
     assert (code, out) == (2, "") and note.startswith("note: storage=") and "no effect" in note
-    assert error == f"error: --verify {tmp_path}: {tmp_path} is not a finished data set: it has no manifest.json"
+    assert error == f"error: --verify {tmp_path}: {tmp_path} is not a finished dataset: it has no manifest.json"
     code, _, err = command("--verify", "data.sed=3")
     assert code == 2 and "unknown key data.sed" in err
 
@@ -58,7 +58,7 @@ def built(storage: Path) -> str:
 @pytest.mark.slow
 def test_a_build_says_what_it_used_and_what_not(built: str, storage: Path) -> None:
     lines = built.splitlines()
-    (first,) = [i for i, line in enumerate(lines) if line.startswith("data set demo_photos: ")]
+    (first,) = [i for i, line in enumerate(lines) if line.startswith("dataset demo_photos: ")]
     assert "train, " in lines[first] and " images (" in lines[first]
     assert lines[first + 1].startswith("converted: ") and lines[first + 2] == "quarantined: 0"
     assert lines[first + 3] == "skipped: 1 (1 not_a_data_file)"  # the photos' ATTRIBUTION.md
@@ -76,7 +76,7 @@ def test_verify(built: str, command: Command, storage: Path) -> None:
     (manifest,) = (storage / "debug").glob("nodes/prepare_data/*/*/dataset/manifest.json")
     dataset = manifest.parent
     assert command("--verify", str(dataset))[0] == 0
-    assert "has no finished data set" in command("--verify", "data.seed=5")[2]
+    assert "has no finished dataset" in command("--verify", "data.seed=5")[2]
     victim = next(dataset.glob("res=*/bits=3/valid-*.parquet"))
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1

@@ -133,7 +133,7 @@ def test_every_mode_of_the_config_is_one_of_the_compiler():
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_compiled_networks_keep_the_layouts_that_they_have(mode, tiny_config, monkeypatch):
-    """The compiler is told not to transpose tensors of four axes, and that of a key that it knows."""
+    """The compiler is asked not to transpose tensors of four axes, by a key that it knows."""
     model = SPN(tiny_config("size_upscale", image_size=8, scaling_factor=2))
     plain = logits_and_gradients(model, seed=4)
     seen = []

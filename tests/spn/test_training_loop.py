@@ -76,7 +76,7 @@ def test_fit_logs_validates_and_saves_at_the_right_steps(network, settings, batc
     assert list(trained) == [2, 4, 6, 7] and list(valid) == [3, 6, 7]
     since = 0
     for step, metrics in trained.items():
-        # Mean over the steps since the last log; 4 slices a step of 2 x 2 x 3 dims, a quarter of the image each.
+        # Mean over the steps since the last log; 4 slices per step of 2 x 2 x 3 dims, a quarter of the image each.
         mean = sum(nats[since:step]) / (4 * (step - since) * 12) / math.log(2) / 4
         assert metrics["train/bits_per_dim"] == pytest.approx(mean, rel=1e-5)
         assert metrics["images_seen"] == 4 * step

@@ -23,7 +23,7 @@ from spn.config import TrainConfig
 from spn.model import SPN
 from spn.training import Batch, TrainState, train_step
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 SHARE = 4096
 
 
