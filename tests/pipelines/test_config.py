@@ -87,7 +87,7 @@ DATASETS = {  # id, source
 
 
 def test_presets_load_and_keep_their_names() -> None:
-    assert {*PAPER, *DATASETS, "faces64", "demo", "debug"} == set(loading.preset_names())
+    assert {*PAPER, *DATASETS, "faces64", "faces256", "demo", "debug"} == set(loading.preset_names())
     assert [load(name).name for name in loading.preset_names()] == loading.preset_names()
 
 
@@ -221,7 +221,7 @@ def test_a_printed_config_loads_to_the_same_config(tmp_path: Path) -> None:
     own = ["bits=[1,3,8]", "sample.temperature.depth_upscale_3=0.9", "sample.top_p.size_upscale=0.5", "image_bits=8"]
     own += ["per_stage.depth_upscale.train.lr_boundaries=[3]", "per_stage.depth_upscale.train.lr_values=[1]"]
     own += ["resources.per_node.train_depth_upscale_3.num_workers=2", "resources.use_gpu=true", "images=a.png"]
-    for name, overrides in (("imagenet128", []), ("faces64", []), ("debug", own)):
+    for name, overrides in (("imagenet128", []), ("faces64", []), ("faces256", []), ("debug", own)):
         config = load(name, overrides)
         (tmp_path / "config.yaml").write_text(to_yaml(config))
         assert load(str(tmp_path / "config.yaml")) == config

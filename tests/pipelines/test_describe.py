@@ -86,6 +86,16 @@ def test_presets_of_recipe_modern_are_what_was_raced() -> None:
         assert "decoder_stem" in parts["parameters"] and parts["parameters"]["total"] < 150e6
 
 
+def test_faces256_is_the_papers_chain_in_minutes_of_one_gpu() -> None:
+    config, ours = load("faces256"), describe.describe(load("faces256"))
+    paper = load("celebahq256")
+    for key in ("scaling_factor", "bits", "stages"):
+        assert getattr(config, key) == getattr(paper, key)
+    assert config.data.image_size == paper.data.image_size
+    assert all(found["batch"]["num_workers"] == 1 for found in ours["stages"].values())
+    assert ours["gpu_hours"] < 0.5
+
+
 def test_flops_of_a_decoder_are_the_sum_of_its_matrices() -> None:
     """Dense: every weight that a position is multiplied with counts 2, attention 4 * keys * width a position."""
     config = load("debug")
