@@ -13,18 +13,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from data_prep.files import UserError, printable
-from pipelines import inspection
-from pipelines.config import ExperimentConfig, nearest, stage_names, train_node
+from pipelines import cluster, inspection, pipeline
+from pipelines.config import ExperimentConfig, UserImages, nearest, stage_names, train_node
+from pipelines.dag.fingerprint import canonical
 from pipelines.dag.masking import masked_output
-from pipelines.loading import load, preset_names
-from pipelines.overrides import notes, what_runs
+from pipelines.loading import key_of, load, preset_names
 from pipelines.start import start
-
-if TYPE_CHECKING:
-    from pipelines.nodes.images import UserImages
 
 UNUSABLE = 2
 INTERRUPTED = 130  # what shells make of SIGINT
@@ -52,14 +49,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=parser.prog)
 
 
-def print_notes(
-    config: ExperimentConfig, arguments: argparse.Namespace, *, reads: Callable[[ExperimentConfig], Any]
-) -> None:
-    """On stderr, which overrides do not reach every stage, and which have no effect on what the command reads."""
-    for line in notes(config, arguments.config, arguments.overrides, command=arguments.command, reads=reads):
-        print(f"note: {line}", file=sys.stderr)
-
-
 def run_guarded(command: Callable[[], int]) -> int:
     """The command's exit code; a user's mistake is one line on stderr, without a traceback. No secret is printed."""
     with masked_output():
@@ -74,85 +63,68 @@ def run_guarded(command: Callable[[], int]) -> int:
             return INTERRUPTED
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "full_multidim.py", only: Sequence[str] = ()) -> int:
-    """Runs the pipeline, or the nodes in `only` alone. argv: without the program's name; None: the process's own."""
-    return run_guarded(lambda: _main(argv, prog=prog, only=tuple(only), choose_stage=False))
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str = "full_multidim.py",
+    only: Sequence[str] = (),
+    one_stage: bool = False,
+) -> int:
+    """Runs the pipeline, or the nodes in `only` alone, or the training of the stage that --stage names.
+
+    argv: without the program's name; None: the process's own.
+    """
+    names = tuple(only)
+    return run_guarded(lambda: _main(_parser(prog, names, one_stage).parse_intermixed_args(argv), names))
 
 
-def main_stage(argv: Sequence[str] | None = None, *, prog: str = "train_stage.py") -> int:
-    """Trains the stage that --stage names."""
-    return run_guarded(lambda: _main(argv, prog=prog, only=(), choose_stage=True))
-
-
-def _main(argv: Sequence[str] | None, *, prog: str, only: tuple[str, ...], choose_stage: bool) -> int:
-    single = bool(only) or choose_stage
-    what = "one stage's training" if choose_stage else f"the node {only[0]}" if only else "the whole pipeline"
+def _parser(prog: str, only: tuple[str, ...], one_stage: bool) -> Parser:
+    what = "one stage's training" if one_stage else f"the node {only[0]}" if only else "the whole pipeline"
     parser = Parser(prog=prog, description=f"Runs {what}; what is up to date is skipped.")
     add_config_arguments(parser)
-    if choose_stage:
-        parser.add_argument("--stage", required=True, help="one of the config's stages, e.g. size_upscale")
+    looks = parser.add_mutually_exclusive_group()
+    looks.add_argument("--dry-run", action="store_true", help="print the config and the plan, run nothing")
     choose = {"--rerun": "run again even if up to date", "--keep": "keep the present output, whatever changed"}
-    if not single:
+    if one_stage:
+        parser.add_argument("--stage", required=True, help="one of the config's stages, e.g. size_upscale")
+    elif not only:
         choose |= {"--only": "run these nodes only", "--from": "run again, with all nodes downstream"}
-        parser.add_argument("--status", action="store_true", help="print the state of every node, run nothing")
-        parser.add_argument("--gc", action="store_true", help="list attempts that are no longer needed, run nothing")
+        looks.add_argument("--status", action="store_true", help="print the state of every node, run nothing")
+        looks.add_argument("--gc", action="store_true", help="list attempts that are no longer needed, run nothing")
         parser.add_argument("--yes", action="store_true", help="with --gc: delete them")
-    for option, text in choose.items():
-        key = CHOICES[option]
-        parser.add_argument(option, dest=key, action="append", default=[], metavar="NODE,...", help=text)
-    if only == ("prepare_data",):
-        parser.add_argument(
-            "--list-sources", action="store_true", help="print which layouts of raw images can be read, and stop"
-        )
+    elif only == ("prepare_data",):
+        looks.add_argument("--list-sources", action="store_true", help="print the layouts of raw images, run nothing")
         text = "check every file, count and pixel of a finished dataset: the config's, or the one at URI"
-        parser.add_argument("--verify", nargs="?", const="", metavar="URI", help=text)
-    parser.add_argument("--dry-run", action="store_true", help="print the config and the plan, run nothing")
-    arguments = parser.parse_intermixed_args(argv)
-    chosen = {
-        key: _names(option, getattr(arguments, key)) for option, key in CHOICES.items() if hasattr(arguments, key)
-    }
-    look = _looks(arguments, chosen)
-    if look is not None:
-        return look(arguments)
+        looks.add_argument("--verify", nargs="?", const="", metavar="URI", help=text)
+    for option, text in choose.items():
+        parser.add_argument(option, dest=CHOICES[option], action="append", default=[], metavar="NODE,...", help=text)
+    return parser
+
+
+def _main(arguments: argparse.Namespace, only: tuple[str, ...]) -> int:
+    given = vars(arguments)
+    chosen = {key: _names(option, given[key]) for option, key in CHOICES.items() if key in given}
+    if given.get("yes") and not arguments.gc:
+        raise UserError("--yes belongs to --gc, which deletes what is no longer needed")
+    for look, does in LOOKS.items():
+        if given.get(look) not in (None, False):
+            for option, key in CHOICES.items():
+                if chosen.get(key):
+                    raise UserError(f"{option} {chosen[key][0]} excludes --{look.replace('_', '-')}: leave one out")
+            return does(arguments)
     config = load(arguments.config, arguments.overrides)
     images = _user_images(config, only)
-    if choose_stage:
-        stage = _known_stage(config, arguments.stage)
-        only = (train_node(stage),)
+    if "stage" in given:
+        only = (train_node(_known_stage(config, arguments.stage)),)
     runs = (images.node,) if images is not None else only
     print_notes(config, arguments, reads=lambda config: what_runs(config, only=runs, images=images))
     return start(config, **{"only": only, **chosen}, dry_run=arguments.dry_run, images=images)
 
 
-def _looks(
-    arguments: argparse.Namespace, chosen: dict[str, tuple[str, ...]]
-) -> Callable[[argparse.Namespace], int] | None:
-    """What an option that runs nothing does with the arguments, None without one; UserError for what it excludes."""
-    looks = {
-        "--list-sources": lambda _: inspection.list_sources(),
-        "--verify": _verify,
-        "--status": lambda arguments: inspection.show_status(_config_of_pipeline(arguments)),
-        "--gc": lambda arguments: inspection.collect_garbage(_config_of_pipeline(arguments), delete=arguments.yes),
-    }
-    given = [option for option in looks if getattr(arguments, option[2:].replace("-", "_"), None) not in (None, False)]
-    asked = [*given, *(["--dry-run"] if arguments.dry_run else [])]
-    if getattr(arguments, "yes", False) and "--gc" not in given:
-        raise UserError("--yes belongs to --gc, which deletes what is no longer needed")
-    if len(asked) > 1:
-        raise UserError(f"{asked[0]} and {asked[1]} exclude each other")
-    if not given:
-        return None
-    for option, key in CHOICES.items():
-        if chosen.get(key):
-            what = "looks at all nodes" if given[0] in ("--status", "--gc") else "runs no node"
-            raise UserError(f"{option} {chosen[key][0]}: {given[0]} {what}; leave it out")
-    return looks[given[0]]
-
-
 def _config_of_pipeline(arguments: argparse.Namespace) -> ExperimentConfig:
     config = load(arguments.config, arguments.overrides)
     _user_images(config, ())  # refuses them
-    print_notes(config, arguments, reads=lambda config: what_runs(config, only=(), images=None))
+    print_notes(config, arguments, reads=what_runs)
     return config
 
 
@@ -176,6 +148,15 @@ def _verify(arguments: argparse.Namespace) -> int:
     return inspection.verify_dataset(uri or inspection.dataset_of(load(arguments.config, overrides)))
 
 
+# What runs no node: option -> what it does.
+LOOKS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "list_sources": lambda _: inspection.list_sources(),
+    "verify": _verify,
+    "status": lambda arguments: inspection.show_status(_config_of_pipeline(arguments)),
+    "gc": lambda arguments: inspection.collect_garbage(_config_of_pipeline(arguments), delete=arguments.yes),
+}
+
+
 def _names(option: str, values: Sequence[str]) -> tuple[str, ...]:
     names = [name.strip() for value in values for name in value.split(",")]
     if not all(names):
@@ -191,3 +172,43 @@ def _known_stage(config: ExperimentConfig, stage: str) -> str:
         hint = f"{near}; {has}" if near.startswith("nearest") else has
         raise UserError(f"--stage {stage}: config {config.name} has no such stage; {hint}")
     return stage
+
+
+# ---- overrides without effect -----------------------------------------------------------------------------------
+
+
+def print_notes(
+    config: ExperimentConfig, arguments: argparse.Namespace, *, reads: Callable[[ExperimentConfig], Any]
+) -> None:
+    """Says on stderr which overrides have no effect, so that nobody waits for one. They are no mistakes: a script may
+    give several commands the same settings. An override that repeats what is set anyway is passed over.
+
+    reads: what the command makes of a config, as a value that can be compared to that without the override.
+    """
+    now = reads(config) if arguments.overrides else None
+    idle = []
+    for key in dict.fromkeys(map(key_of, arguments.overrides)):
+        try:
+            without = load(arguments.config, [other for other in arguments.overrides if key_of(other) != key])
+        except UserError:  # needed
+            continue
+        if without != config and stage_names(without) == stage_names(config) and reads(without) == now:
+            idle.append(key)
+    if idle:
+        have = "has" if len(idle) == 1 else "have"
+        print(f"note: {', '.join(idle)} {have} no effect on what {arguments.command} does", file=sys.stderr)
+
+
+def what_runs(config: ExperimentConfig, *, only: Sequence[str] = (), images: UserImages | None = None) -> Any:
+    """The nodes that a command runs, what decides the results of those upstream, and where all of it happens."""
+    made = {node.name: node for node in pipeline.nodes(config, images=images, listed=False)}
+    needed = list(only or made)
+    for name in needed:  # grows on the way
+        needed += [upstream for upstream in made[name].needs if upstream not in needed]
+    resources = config.resources
+    return (
+        [made[name] if not only or name in only else canonical(made[name].config) for name in needed],
+        (config.images, config.image_bits, config.sample.set_for_images()),
+        (config.name, config.storage, config.tracking.uri),
+        None if cluster.joins() else (resources.num_cpus, resources.num_gpus),
+    )

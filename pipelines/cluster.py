@@ -1,4 +1,4 @@
-"""The Ray session of a start: its own on this machine, or the cluster that it was given.
+"""The Ray session of a start: its own on this machine, or the cluster that it was given; and where its code is from.
 
 A session of our own (embedded) listens on 127.0.0.1 only. Ray decides that when it is imported, so import ray only
 after `connect`, or inside functions.
@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from pathlib import Path
 
 from data_prep import ray_compat
 from data_prep.files import UserError
-from pipelines.project import ROOT, git_commit
 
+ROOT = Path(__file__).resolve().parents[1]  # the folder that holds the packages
 _OBJECT_STORE_BYTES = 300_000_000  # nodes hand over paths, so little travels through Ray's shared memory
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets this variable for the entry point of a submitted job
 
@@ -136,3 +137,14 @@ def _join(python_path: tuple[Path, ...]) -> None:
         ray.init(runtime_env={"env_vars": env_vars}, log_to_driver=False, logging_level=logging.WARNING)
     except ConnectionError as error:
         raise UserError(f"no Ray cluster answers (RAY_ADDRESS): {str(error).splitlines()[0]}") from error
+
+
+def git_commit(root: Path = ROOT) -> str:
+    """Commit of the project's checkout, else $SPN_GIT_COMMIT (set it for jobs, which get a copy), else "unknown"."""
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            pass
+    return os.environ.get("SPN_GIT_COMMIT") or "unknown"

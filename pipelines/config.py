@@ -7,17 +7,19 @@ Plain frozen dataclasses that check themselves; every package owns those of its 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from data_prep.config import DataConfig
 from spn.config import DECODERS, PRECISIONS, STAGES, DecoderConfig, EmbedderConfig, SPNConfig, TrainConfig
 
-if TYPE_CHECKING:
-    from pipelines.nodes.images import UserImages
+if TYPE_CHECKING:  # an object that can draw: code that makes pictures must not count where networks train
     from pipelines.nodes.pictures import TrainingSamples
 
 NOT_SEMANTIC = {"semantic": False}  # metadata of fields that decide no result: fingerprints leave them out
@@ -28,6 +30,7 @@ SYSTEMS = (  # the paper's: decoder baseline, SPN, size, depth, and full multidi
     ("size_upscale", "depth_upscale"),
     ("first_slice", "size_upscale", "depth_upscale"),
 )
+SAMPLE_IMAGES, SCORE_IMAGES = "sample_images", "score_images"  # nodes that read the user's images
 USES = ("size_upscale", "depth_upscale", "complete")  # what can be made of the user's images
 
 
@@ -132,7 +135,7 @@ class NodeResources:
     @property
     def worker(self) -> dict[str, float]:
         """What one worker takes."""
-        return {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker if self.use_gpu else 0}
+        return {"CPU": self.cpus_per_worker, **({"GPU": self.gpus_per_worker} if self.use_gpu else {})}
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,49 @@ class ExperimentConfig:
 
 
 # ---- what each node gets ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UserImages:
+    """Images that fit, and what is done with them. Picklable."""
+
+    node: str  # SAMPLE_IMAGES or SCORE_IMAGES
+    keys: tuple[str, ...]
+    values: np.ndarray  # uint8 [N, h, w, 3] of `num_bits` bits
+    num_bits: int
+    stages: tuple[str, ...]  # to be run, in order
+    use: str | None = None
+    num_given: int = 0  # complete: slices in subscale order, or rows of a baseline
+
+    @property
+    def node_names(self) -> list[str]:
+        """The node that reads them and those upstream of it, in running order."""
+        return ["prepare_data", *(train_node(stage) for stage in self.stages), self.node]
+
+    @property
+    def digests(self) -> list[str]:
+        """Of each image's values, whatever its file is called."""
+        return [hashlib.sha256(value.tobytes()).hexdigest()[:16] for value in self.values]
+
+    @property
+    def digest(self) -> str:
+        parts = [f"{key} {digest}" for key, digest in zip(self.keys, self.digests, strict=True)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def describe(self, *, num_draws: int) -> str:
+        """One line: what is given, what is drawn."""
+        count = f"{len(self.keys)} image{'s' if len(self.keys) > 1 else ''}"
+        if self.node == SCORE_IMAGES:
+            return f"{count} to score at {self.num_bits} bits per channel"
+        part = "row" if self.stages[0] == "baseline" else "slice"
+        first = f"the first {self.num_given} {part}s" if self.num_given > 1 else f"the first {part}"
+        given = {
+            "size_upscale": f"slice (0, 0) at {self.num_bits} bits",
+            "depth_upscale": f"the {self.num_bits} most significant bits",
+            "complete": f"{first} at {self.num_bits} bits",
+        }[self.use or ""]
+        draws = f"{num_draws} draw{'s' if num_draws > 1 else ''} each"
+        return f"{count}, {draws}: {given} kept, all else drawn by {', '.join(self.stages)}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,6 @@ python pipelines/evaluate.py [--config NAME|FILE] [--dry-run] [key.sub=value ...
 python pipelines/evaluate.py [...] images=FILE|FOLDER|'PATTERN'
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +12,7 @@ from pathlib import Path
 def main(argv: Sequence[str] | None = None) -> int:
     from pipelines import cli
 
-    return cli.main(argv, prog="evaluate.py", only=["evaluate"])
+    return cli.main(argv, prog="evaluate.py", only=("evaluate",))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 python pipelines/full_multidim.py [--config NAME|FILE] [--dry-run] [--only NODE,...] [--rerun NODE,...] [key=value ...]
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

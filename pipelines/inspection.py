@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import textwrap
 
+from data_prep.card import counts
 from data_prep.files import UserError, join
 from data_prep.lock import Lock
+from data_prep.parquet import open_dataset
+from pipelines import pipeline
 from pipelines.config import ExperimentConfig
 from pipelines.dag import plan as planning
 from pipelines.dag import status
 from pipelines.dag.progress import Display, Update
-from pipelines.project import SOURCES
 from pipelines.start import locked, reading, run_folder
 
 DONE, DAMAGED = 0, 1
@@ -19,12 +21,10 @@ DONE, DAMAGED = 0, 1
 
 def show_status(config: ExperimentConfig) -> int:
     """Prints what the run folder holds of every node. Needs neither Ray nor MLflow."""
-    from pipelines import pipeline
-
     store = run_folder(config)
     nodes = pipeline.nodes(config)
     with reading(store):
-        table = status.lines(planning.plan(nodes, store, sources=SOURCES))
+        table = status.lines(planning.plan(nodes, store, sources=pipeline.SOURCES))
     print("\n".join([f"run folder: {store.uri}", *table]))
     return DONE
 
@@ -34,14 +34,12 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
 
     Raises UserError when they are to be deleted while a start uses the run folder.
     """
-    from pipelines import pipeline
-
     store = run_folder(config)
     nodes = pipeline.nodes(config)
     with locked(Lock(store)) if delete and store.list("nodes") else contextlib.nullcontext():
         with reading(store):
             holder = None if delete else Lock(store).holder()
-            found = status.find_garbage(planning.plan(nodes, store, sources=SOURCES), holder=holder)
+            found = status.find_garbage(planning.plan(nodes, store, sources=pipeline.SOURCES), holder=holder)
         print("\n".join([f"run folder: {store.uri}", *(each.line for each in found)]))
         if delete:
             status.delete(store, found)
@@ -53,8 +51,6 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
 
 def verify_dataset(uri: str) -> int:
     """Checks every file, count and pixel of the dataset at a path or URI. Raises UserError where there is none."""
-    from data_prep.card import counts
-    from data_prep.parquet import open_dataset
     from data_prep.verify import verify
 
     try:
@@ -74,10 +70,8 @@ def verify_dataset(uri: str) -> int:
 
 def dataset_of(config: ExperimentConfig) -> str:
     """URI of the dataset that the config's nodes would read now. Raises UserError when it is not built."""
-    from pipelines import pipeline
-
     store, node = run_folder(config), "prepare_data"
-    decision = planning.plan(pipeline.nodes(config), store, sources=SOURCES, only=[node])[node]
+    decision = planning.plan(pipeline.nodes(config), store, sources=pipeline.SOURCES, only=[node])[node]
     if decision.success is None:
         raise UserError(f"--verify: config {config.name} has no finished dataset ({decision.reason}); build it first")
     output = decision.success.output(store)

@@ -1,4 +1,4 @@
-"""Load and print configurations: defaults < preset or file < common sections < kind of stage < stage < command line.
+"""Load and print configurations: defaults < file (for all stages < for a kind < for a stage) < command line (likewise).
 
 Each layer is merged into typed dataclasses by OmegaConf, which only this file imports. The sections per stage and per
 node are resolved here, once. A mistake is one line: what, where it was set, and the nearest valid name.
@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data_prep.config import DataConfig
 from data_prep.files import UserError
-from pipelines.cluster import in_ray_job
+from pipelines.cluster import ROOT, in_ray_job
 from pipelines.config import (
     ExperimentConfig,
     NodeResources,
@@ -36,8 +36,7 @@ from pipelines.config import (
 )
 from pipelines.dag.fingerprint import canonical
 
-PROJECT_ROOT = Path(__file__).resolve().parents[1]
-PRESETS = Path(__file__).resolve().parent / "configs"
+PRESETS = ROOT / "pipelines" / "configs"
 
 
 class _Mistake(Exception):
@@ -51,7 +50,7 @@ def preset_names() -> list[str]:
 def load(name_or_path: str, overrides: Sequence[str] = ()) -> ExperimentConfig:
     """A preset's name or a YAML file, then `key.sub=value` strings. Raises UserError: what, where, nearest name."""
     path = _find(name_or_path)
-    shown = str(path.relative_to(PROJECT_ROOT)) if path.is_relative_to(PROJECT_ROOT) else str(path)
+    shown = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
     file = _read(path, shown)
     layers = [_parse(override) for override in overrides]
     try:
@@ -76,7 +75,7 @@ def resolve_storage(config: ExperimentConfig) -> str:
     if storage is None and in_ray_job():
         key, storage = "$SPN_STORAGE", os.environ.get("SPN_STORAGE") or "~/spn_runs"
     if storage is None:
-        return str(PROJECT_ROOT / "runs")
+        return str(ROOT / "runs")
     if "://" in storage:
         return storage.rstrip("/")
     path = Path(storage).expanduser()
@@ -163,7 +162,7 @@ def _build(file: DictConfig, layers: Sequence[DictConfig]) -> ExperimentConfig:
     if missing := sorted(OmegaConf.missing_keys(typed)):
         raise _Mistake(f"{missing[0]} is not set")
     values: dict[str, Any] = OmegaConf.to_container(typed)  # type: ignore[assignment]  # a mapping
-    per_stage, per_node = raw.get("per_stage", {}), raw.get("resources", {}).get("per_node", {})
+    per_node = raw.get("resources", {}).get("per_node", {})
     stages = concrete_stages(values["stages"], values["bits"])
     before = concrete_stages(file.get("stages", []), file.get("bits", []))
     for section in ("per_stage", "sample.temperature", "sample.top_p"):
@@ -179,9 +178,11 @@ def _build(file: DictConfig, layers: Sequence[DictConfig]) -> ExperimentConfig:
     config = _construct(ExperimentConfig, values)
     for stage in stages:
         resolved = {"model": values["model"], "train": values["train"]}
-        for name in dict.fromkeys((stage_kind(stage), stage)):
-            if name in per_stage:
-                resolved = _overlaid(resolved, per_stage[name], typed_stages[name])
+        for layer in map(OmegaConf.to_container, (file, given)):  # what is typed comes after all that the file says
+            assert isinstance(layer, dict)
+            resolved = _overlaid(resolved, {key: layer[key] for key in resolved if key in layer}, values)
+            for name in dict.fromkeys((stage_kind(stage), stage)):
+                resolved = _overlaid(resolved, (layer.get("per_stage") or {}).get(name, {}), typed_stages.get(name, {}))
         config.per_stage[stage] = _construct(StageConfig, resolved, f"per_stage.{stage}")
     for node in node_names(stages):
         resolved = _node_base(values["resources"], node)

@@ -1,4 +1,4 @@
-"""The DAG: which nodes a configuration has, what each reads of it and what it needs. The wiring, and nothing else.
+"""The DAG: which nodes a configuration has, what each reads of it and needs, and which code decides their results.
 
 prepare_data -> train_<stage> (one each) -> evaluate, sample -> report
                                          -> sample_images, score_images   (only when started with images=...)
@@ -14,7 +14,10 @@ from data_prep.config import DataConfig
 from data_prep.files import UserError, open_store
 from data_prep.plan import check_id
 from data_prep.sources import Unplannable, identify
+from pipelines.cluster import ROOT
 from pipelines.config import (
+    SAMPLE_IMAGES,
+    SCORE_IMAGES,
     DrawingConfig,
     EvaluateNodeConfig,
     ExperimentConfig,
@@ -26,22 +29,41 @@ from pipelines.config import (
     SampleNodeConfig,
     ScoreImagesNodeConfig,
     TrainNodeConfig,
+    UserImages,
     node_names,
     stage_model_config,
     stage_names,
     train_node,
 )
-from pipelines.dag.fingerprint import digest
+from pipelines.dag.fingerprint import Sources, digest
 from pipelines.dag.masking import mask_uris
 from pipelines.dag.node import Node
 from pipelines.loading import preset_names, to_yaml
-from pipelines.nodes.images import SAMPLE, SCORE, UserImages
-from pipelines.nodes.pictures import TrainingSamples
 
 # Of a train node's output, what networks are loaded from: no optimiser state, no learning curve.
 CHECKPOINT = ("config.json", "ema.safetensors")
 WEIGHTS = tuple(f"checkpoint/{name}" for name in CHECKPOINT)
 INGEST_CPUS = 0.25  # a train node's read tasks, beside its workers
+
+# Module -> why a change of its code cannot change what a node makes. A node does not rerun when only these change, so
+# an entry needs care: what is missing here costs a rerun, what is wrong here skips one that is needed. The imports of
+# such a module do not count through it, but they do count if a node also reaches them in another way.
+NOT_SEMANTIC = {
+    "data_prep.card": "text about a finished dataset, logged to MLflow",
+    "data_prep.files": "moves bytes as they are; checksums of all outputs are in _SUCCESS.json",
+    "data_prep.layouts": "names what can be read; the module that reads the recognised layout counts itself",
+    "data_prep.lock": "keeps two writers out of one folder",
+    "data_prep.ray_compat": "when Ray Data starts and rests, and where Ray keeps what it does not publish",
+    "pipelines.cluster": "starts or joins a Ray session",
+    "pipelines.config": "a node's values, computed by these rules, are fingerprinted themselves",
+    "pipelines.dag.masking": "hides secrets in what people read",
+    "pipelines.dag.node": "carries what a node function gets and returns",
+    "pipelines.dag.progress": "shows progress",
+    "pipelines.nodes.memory": "asks how much a GPU holds at once; the attempt records the answer",
+    "pipelines.tracking": "logs to MLflow and names models in its registry",
+    "spn.gpu.flops": "counts FLOPs for a logged utilisation",
+}
+SOURCES = Sources(ROOT, ("spn", "data_prep", "pipelines"), frozenset(NOT_SEMANTIC))
 
 
 def nodes(config: ExperimentConfig, *, images: UserImages | None = None, listed: bool = True) -> list[Node]:
@@ -52,7 +74,7 @@ def nodes(config: ExperimentConfig, *, images: UserImages | None = None, listed:
     """
     reader, source = _listing(config.data) if listed else ("", "")
     if images is not None:
-        reads_them = _score_images if images.node == SCORE else _sample_images
+        reads_them = _score_images if images.node == SCORE_IMAGES else _sample_images
         trains = [_train(config, stage, listed) for stage in images.stages]
         return [_prepare_data(config, reader, source), *trains, reads_them(config, images)]
     stages = stage_names(config)
@@ -115,6 +137,8 @@ def _train(config: ExperimentConfig, stage: str, listed: bool) -> Node:
     stored_bits = min(bits for bits in config.data.bits if bits >= depth)
     samples = None
     if config.tracking.sample_every_steps is not None:
+        from pipelines.nodes.pictures import TrainingSamples  # torch
+
         samples = TrainingSamples(
             every_steps=config.tracking.sample_every_steps,
             num_images=config.tracking.num_sample_images,
@@ -168,7 +192,7 @@ def _evaluate(config: ExperimentConfig, stages: list[str]) -> Node:
 def _score_images(config: ExperimentConfig, images: UserImages) -> Node:
     resources = config.resources.per_node["evaluate"]
     return Node(
-        name=SCORE,
+        name=SCORE_IMAGES,
         function="pipelines.nodes.images:score",
         needs=tuple(map(train_node, images.stages)),
         reads=_weights(images.stages),
@@ -201,7 +225,7 @@ def _sample_images(config: ExperimentConfig, images: UserImages) -> Node:
     drawing = _drawing(config, images.stages)
     assert images.use is not None
     return Node(
-        name=SAMPLE,
+        name=SAMPLE_IMAGES,
         function="pipelines.nodes.images:sample",
         needs=tuple(map(train_node, images.stages)),
         reads=_weights(images.stages),
@@ -269,7 +293,7 @@ def _report(config: ExperimentConfig, stages: list[str]) -> Node:
 
 def _single_process(resources: NodeResources) -> dict[str, Any]:
     """Fields of a node whose work is done in the task's own process."""
-    return {"num_cpus": resources.worker["CPU"], "num_gpus": resources.worker["GPU"], **_retries(resources)}
+    return {"num_cpus": resources.worker["CPU"], "num_gpus": resources.worker.get("GPU", 0), **_retries(resources)}
 
 
 def _with_workers(resources: NodeResources) -> dict[str, Any]:

@@ -5,8 +5,6 @@ python pipelines/prepare_data.py --list-sources
 python pipelines/prepare_data.py --verify [URI] [--config NAME|FILE]     re-read a finished dataset; 1 if damaged
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ from pathlib import Path
 def main(argv: Sequence[str] | None = None) -> int:
     from pipelines import cli
 
-    return cli.main(argv, prog="prepare_data.py", only=["prepare_data"])
+    return cli.main(argv, prog="prepare_data.py", only=("prepare_data",))
 
 
 if __name__ == "__main__":

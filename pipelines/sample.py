@@ -4,8 +4,6 @@ python pipelines/sample.py [--config NAME|FILE] [--dry-run] [sample.num_images=6
 python pipelines/sample.py [...] images=FILE sample.use=size_upscale|depth_upscale|complete [sample.num_draws=4 ...]
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +12,7 @@ from pathlib import Path
 def main(argv: Sequence[str] | None = None) -> int:
     from pipelines import cli
 
-    return cli.main(argv, prog="sample.py", only=["sample"])
+    return cli.main(argv, prog="sample.py", only=("sample",))
 
 
 if __name__ == "__main__":

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Iterator, Mapping, Sequence
 
 import yaml
+from rich.console import Console
+from rich.table import Table
 
+from data_prep import card
 from data_prep.files import Store, UserError, join, open_store
 from data_prep.lock import Lock, described, refusal_to_share
-from pipelines import cluster, tracking
-from pipelines.config import ExperimentConfig
+from data_prep.parquet import open_dataset
+from pipelines import cluster, pipeline, tracking
+from pipelines.config import SAMPLE_IMAGES, SCORE_IMAGES, ExperimentConfig, UserImages
 from pipelines.dag import plan as planning
 from pipelines.dag import run as running
 from pipelines.dag.attempts import ERROR
 from pipelines.dag.masking import mask_uris
 from pipelines.dag.progress import Display
 from pipelines.loading import resolve_storage, to_yaml
-from pipelines.project import SOURCES, git_commit
-
-if TYPE_CHECKING:
-    from pipelines.nodes.images import UserImages
 
 DONE, NODE_FAILED = 0, 1
 MARKER = "config.yaml"  # its `name` says whose run folder this is
@@ -32,29 +32,26 @@ def start(
     config: ExperimentConfig,
     *,
     only: Sequence[str] = (),
-    rerun: Sequence[str] = (),
-    keep: Sequence[str] = (),
-    start_from: Sequence[str] = (),
     dry_run: bool = False,
     images: UserImages | None = None,
+    **chosen: Sequence[str],
 ) -> int:
     """Runs the config's nodes (`only` these, if any; with `images` the one that reads them), returns the exit code.
 
+    chosen: rerun, keep and start_from of dag.plan.plan.
     Raises UserError before anything is written: for unknown nodes, for a run folder of another config or in use, for a
     cluster that is too small. And at the end, if nodes failed by nothing but mistakes that only they could find, such
     as a truncated archive.
     """
-    from pipelines import pipeline
-
     store = run_folder(config)
     only = (images.node,) if images is not None else only
     # Before the raw images are listed: a name needs no data.
     names = [node.name for node in pipeline.nodes(config, images=images, listed=False)]
-    planning.check_names(names, only=only, rerun=rerun, keep=keep, start_from=start_from)
+    planning.check_names(names, only=only, **chosen)
     nodes = pipeline.nodes(config, images=images)
 
     def make_plan() -> planning.Plan:
-        return planning.plan(nodes, store, sources=SOURCES, only=only, rerun=rerun, keep=keep, start_from=start_from)
+        return planning.plan(nodes, store, sources=pipeline.SOURCES, only=only, **chosen)
 
     lock = Lock(store)
     with reading(store):
@@ -95,7 +92,7 @@ def _run(
     uri, artifacts = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
     ledger = tracking.Ledger(uri, experiment=config.name, run_folder=store.uri, artifacts=artifacts)
     ledger.start_pipeline(
-        tags={"config": config.name, "git_commit": git_commit()},
+        tags={"config": config.name, "git_commit": cluster.git_commit()},
         params=dataclasses.asdict(config),
         files={"config.yaml": to_yaml(config)},
     )
@@ -103,7 +100,7 @@ def _run(
     status = "FAILED"
     try:
         report = running.run(
-            plan, tracker=ledger, display=display, capacity=session.capacity, git_commit=git_commit(), lock=lock
+            plan, tracker=ledger, display=display, capacity=session.capacity, git_commit=cluster.git_commit(), lock=lock
         )
         status = "FINISHED" if report.ok else "FAILED"
     except KeyboardInterrupt:
@@ -118,8 +115,6 @@ def _run(
 
 def _sum_up(report: running.RunReport, store: Store, *, tracking_uri: str, whole: bool) -> int:
     """Prints how each node ended and where to look; the exit code."""
-    from pipelines import summary
-
     print(flush=True)
     failed = {name: node for name, node in report.nodes.items() if node.state == "failed"}
     if failed and all(node.is_user_error for node in failed.values()):
@@ -138,8 +133,61 @@ def _sum_up(report: running.RunReport, store: Store, *, tracking_uri: str, whole
         for name, node in report.nodes.items():
             if node.state != "not selected":
                 print(f"{name} {node.state}: {node.uri}")
-    summary.print_summary(report, store=store, mlflow=tracking.ui_command(tracking_uri))
+    print_summary(report, store, mlflow=tracking.ui_command(tracking_uri))
     return DONE
+
+
+def print_summary(report: running.RunReport, store: Store, *, mlflow: str) -> None:
+    """Prints bits/dim per stage and in all, the dataset's counts, and where to look; of each what this start has."""
+    console, uris = Console(), {name: node.uri for name, node in report.nodes.items() if node.uri is not None}
+    if "evaluate" in uris:
+        console.print(bits_table(json.loads(open_store(uris["evaluate"]).read_bytes("results.json"))))
+    lines = card.counts(open_dataset(join(uris["prepare_data"], "dataset")).manifest) if "prepare_data" in uris else []
+    lines += [f"{what:<12} {where}" for what, where in {**publish(uris, store), "MLflow": mlflow}.items()]
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def publish(uris: Mapping[str, str], store: Store) -> dict[str, str]:
+    """Copies samples, report and what was made of user images to the run folder: {what: its path}.
+
+    uris: of the nodes' attempts, which stay the truth. user_images/<use> holds what was made last.
+    """
+    made = {}
+    for node, folder, file, what in (
+        ("sample", "samples", "chain.png", "sample grid"),
+        (SAMPLE_IMAGES, "user_images", "grid.png", "grid"),
+        (SCORE_IMAGES, "user_images", "scores.csv", "scores"),
+    ):
+        if node in uris:
+            source, target = open_store(uris[node]).sub(folder), folder
+            if folder == "user_images":
+                target = join(folder, json.loads(source.read_bytes("record.json"))["use"])
+            store.delete(target)  # an earlier attempt may have had more images
+            for entry in source.walk():
+                store.write_bytes(join(target, entry.path), source.read_bytes(entry.path))
+            made[what] = store.uri_of(join(target, file))
+    if "report" in uris:
+        store.write_bytes("report.html", open_store(uris["report"]).read_bytes("report.html"))
+        made["report"] = store.uri_of("report.html")
+    return made
+
+
+def bits_table(results: Mapping) -> Table:
+    """Exact bits/dim beside what a histogram of the training pixels and a uniform distribution need."""
+    size, count = results["image_size"], results["num_images"]
+    table = Table(title=f"bits/dim on {count} test images of {results['dataset']} {size}x{size}", min_width=60)
+    table.add_column("part")
+    for column in ("this model", "histogram", "uniform"):
+        table.add_column(column, justify="right")
+    for stage, part in results["stages"].items():
+        table.add_row(stage, *(f"{part[key]:.3f}" for key in ("bits_per_dim", "histogram", "uniform")))
+    table.add_section()
+    total = results["total"]
+    table.add_row("total", *(f"{total[key]:.3f}" for key in ("bits_per_dim", "histogram", "uniform")))
+    if results["generated_bits"] == 8:
+        table.caption = f"raw entropy {results['raw_entropy']:.3f}, PNG {results['png']:.3f}"
+    return table
 
 
 # ---- run folders ------------------------------------------------------------------------------------------------

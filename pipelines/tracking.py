@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urlsplit
 
 from data_prep.files import Store
-from pipelines import registry
 from pipelines.dag import fingerprint
 from pipelines.dag.masking import mask, mask_uris, plain_uri
 
@@ -56,6 +55,11 @@ PAUSE_SEC = 60.0  # for which a server that failed is not called
 CLOSE_SEC = 20.0  # longest wait for the metrics in MLflow's queue when a run is closed
 KILLED_SEC = 1.0  # longest wait of a launch that was stopped: Ray kills a stopped job 3 s after SIGTERM
 _PARAM_CHARS, _TAG_CHARS, _METRIC_BATCH = 500, 5000, 1000  # MLflow's limits
+
+# Names in the model registry: aliases, tags of a version.
+CANDIDATE, CHAMPION = "candidate", "champion"
+SCORE, TEST_SET, DIMS = "test_bits_per_dim", "test_set", "scored_dims"
+ATTEMPT, CHECKPOINT, VERDICT = "attempt", "checkpoint", "champion_rule"
 
 _Call = Callable[["MlflowClient"], object]
 
@@ -265,9 +269,9 @@ class NodeRun:
 
         self._send(send)
 
-    def register_model(self, model: registry.StageModel) -> None:
+    def register_model(self, model: StageModel) -> None:
         """The network that this run trained becomes a version in the model registry, with its aliases."""
-        self._send(lambda client: registry.record(client, self.handle.run_id or "", model))
+        self._send(lambda client: register(client, self.handle.run_id or "", model))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         self._send(lambda client: client.log_batch(self.handle.run_id, tags=_tags(tags)))
@@ -517,3 +521,84 @@ def _params(params: Any) -> list[Any]:
 
 def _now_ms() -> int:
     return int(time.time() * 1000)
+
+
+# ---- the model registry -----------------------------------------------------------------------------------------
+
+# A model is named <experiment>.<stage>, a version is one finished training. Weights are not copied: a version points to
+# the checkpoint's folder of safetensors files. The aliases, set whenever the `evaluate` node has scored a stage:
+#
+#     candidate   the version that was scored last
+#     champion    moves to the candidate only if it has strictly fewer bits/dim than the champion on the same test set
+#                 (equal digest) and for the same dims (image size, slices, bits); what cannot be compared leaves it
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """A trained stage and its exact score. Plain values."""
+
+    stage: str
+    checkpoint: str  # folder with config.json, model.safetensors, ema.safetensors: local path or URI
+    attempt: str  # of the train node: the same training is registered once
+    bits_per_dim: float  # the stage's part, on all test images
+    test_set: str  # digest of the test images' shards
+    dims: str  # which dims of an image were scored, in words that are equal only for equal dims
+
+
+def register(client: MlflowClient, run_id: str, model: StageModel) -> str:
+    """Registers the network that a run trained, unless it is there, and sets the aliases. Returns the version.
+
+    May be called again after it broke off: nothing is done twice.
+    """
+    run = client.get_run(run_id)
+    name = f"{client.get_experiment(run.info.experiment_id).name}.{model.stage}"
+    if not client.search_registered_models(filter_string=f"name = '{name}'"):
+        client.create_registered_model(name, description=f"Stage {model.stage}: see docs/comparing_stages.md")
+    known = client.search_model_versions(f"name = '{name}'")
+    version = next((v.version for v in known if v.tags.get(ATTEMPT) == model.attempt), None)
+    tags = {
+        ATTEMPT: model.attempt,
+        CHECKPOINT: plain_uri(model.checkpoint),
+        SCORE: repr(model.bits_per_dim),
+        TEST_SET: model.test_set,
+        DIMS: model.dims,
+    }
+    if version is None:
+        source = _source(client, run, model)
+        version = client.create_model_version(name, source, run_id, tags=tags, await_creation_for=0).version
+    else:
+        for key, value in tags.items():
+            client.set_model_version_tag(name, version, key, value)
+    client.set_registered_model_alias(name, CANDIDATE, version)
+    holder = client.get_registered_model(name).aliases.get(CHAMPION)
+    tags_of_holder = next((v.tags for v in known if str(v.version) == str(holder)), {ATTEMPT: model.attempt})
+    moves, why = judge(model, None if tags_of_holder.get(ATTEMPT) == model.attempt else tags_of_holder)
+    client.set_model_version_tag(name, version, VERDICT, why)
+    if moves:
+        client.set_registered_model_alias(name, CHAMPION, version)
+    return str(version)
+
+
+def judge(model: StageModel, champion: dict[str, str] | None) -> tuple[bool, str]:
+    """Whether a model becomes the champion, and why. champion: the tags of the one that is; None: there is no other."""
+    if champion is None:
+        return True, "champion: no other version holds the title"
+    for key, own in ((TEST_SET, model.test_set), (DIMS, model.dims)):
+        if champion.get(key) != own:
+            return False, f"not compared: the champion's {key} is {champion.get(key)}, this one's {own}"
+    best = float(champion[SCORE])
+    if model.bits_per_dim < best:
+        return True, f"champion: {model.bits_per_dim:.6f} bits/dim, before {best:.6f}"
+    return False, f"champion stays: {best:.6f} bits/dim, this version {model.bits_per_dim:.6f}"
+
+
+def _source(client: MlflowClient, run: Any, model: StageModel) -> str:
+    """The checkpoint's folder; a server takes a local path only among a run's artifacts, so there a note lies.
+
+    Such a note is the checkpoint's address in a file: weights of gigabytes stay where they are.
+    """
+    uri = plain_uri(model.checkpoint)
+    if "://" in uri or not client.tracking_uri.startswith(("http://", "https://")):
+        return uri
+    client.log_text(run.info.run_id, json.dumps({CHECKPOINT: uri}, indent=1), "checkpoint/location.json")
+    return f"runs:/{run.info.run_id}/checkpoint"

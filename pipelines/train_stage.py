@@ -3,8 +3,6 @@
 python pipelines/train_stage.py --stage size_upscale [--config NAME|FILE] [--dry-run] [key.sub=value ...]
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +11,7 @@ from pathlib import Path
 def main(argv: Sequence[str] | None = None) -> int:
     from pipelines import cli
 
-    return cli.main_stage(argv, prog="train_stage.py")
+    return cli.main(argv, prog="train_stage.py", one_stage=True)
 
 
 if __name__ == "__main__":

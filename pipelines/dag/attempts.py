@@ -88,6 +88,16 @@ class Attempt:
         return attempt_folder(self.node, self.fingerprint, self.attempt)
 
     @property
+    def state(self) -> str:
+        """How it ended, as far as it says so itself."""
+        return "finished" if self.success else "damaged" if self.damage else "failed" if self.failed else "interrupted"
+
+    @property
+    def age(self) -> str:
+        """How long ago it finished, or was started last."""
+        return age(self.success.finished if self.success else (self.starts or [""])[-1])
+
+    @property
     def starts(self) -> list[str]:
         """ISO times at which it was started, the first one and after each interruption."""
         return list(self.started.get("starts", []))

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import enum
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipelines.dag.masking import mask_uris
+from pipelines.dag.node import Node
 
 SCHEMA = 2  # a higher number makes every node run again
 _MAX_CHANGES = 4  # named in an explanation; the rest is counted
@@ -33,27 +32,21 @@ class Sources:
 
 
 def canonical(value: Any, *, where: str = "config") -> Any:
-    """Plain JSON value of a config value: dataclasses and mappings as dicts, sequences as lists, paths as strings.
+    """Plain JSON value of a config value: dataclasses and mappings as dicts, sequences as lists.
 
     Without dataclass fields that carry metadata={"semantic": False}, at any depth: resources, paths, logging.
     Without logins and tokens of URIs: the config is stored beside outputs, and new credentials change no result.
     Raises ValueError naming the place for values without a meaning outside this process (objects, functions).
     """
-    if isinstance(value, enum.Enum):
-        return canonical(value.value, where=where)
     if isinstance(value, str):
         return mask_uris(value)
     if value is None or isinstance(value, bool | int | float):
         return value
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [f.name for f in dataclasses.fields(value) if f.metadata.get("semantic", True)]
         return {name: canonical(getattr(value, name), where=f"{where}.{name}") for name in fields}
     if isinstance(value, Mapping):
         return {str(key): canonical(value[key], where=f"{where}.{key}") for key in sorted(value, key=str)}
-    if isinstance(value, set | frozenset):
-        return sorted(canonical(item, where=where) for item in value)
     if isinstance(value, list | tuple):
         return [canonical(item, where=f"{where}.{i}") for i, item in enumerate(value)]
     raise ValueError(f"{where} is a {type(value).__name__}; it must be a plain value, a dataclass, a mapping or a list")
@@ -121,17 +114,15 @@ def _parsed(text: str, package: str) -> tuple[str, tuple[str, ...]]:
     return hashlib.sha256(_text(tree).encode()).hexdigest()[:16], tuple(dict.fromkeys(imported))
 
 
-def ingredients(
-    *, function: str, config: Any, code: Mapping[str, str], upstream: Mapping[str, Mapping[str, Any]], source: str
-) -> dict[str, Any]:
+def ingredients(node: Node, *, code: Mapping[str, str], upstream: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """All that a node's output depends on. upstream: {node: {"reads": patterns, "content": digest}}."""
     return {
         "schema": SCHEMA,
-        "function": function,
-        "config": canonical(config),
+        "function": node.function,
+        "config": canonical(node.config),
         "code": dict(sorted(code.items())),
         "upstream": canonical(upstream),
-        "source": source,
+        "source": node.source,
     }
 
 

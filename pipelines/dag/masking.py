@@ -50,13 +50,16 @@ def plain_uri(uri: str) -> str:
 
 
 class Masked:
-    """A text stream that masks what is written to it; everything else is the stream's own."""
+    """A text stream that masks what is written to it, also into a copy; everything else is the stream's own."""
 
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
+    def __init__(self, stream: IO[str], *, copy: IO[str] | None = None) -> None:
+        self._stream, self._copy = stream, copy
 
     def write(self, text: str) -> int:
-        self._stream.write(mask(text))
+        masked = mask(text)
+        if self._copy is not None and not self._copy.closed:  # a thread may print after its node has ended
+            self._copy.write(masked)
+        self._stream.write(masked)
         return len(text)
 
     def writelines(self, lines: Iterator[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from data_prep.files import Store, UserError
@@ -54,27 +54,11 @@ class Plan:
     def names(self) -> tuple[str, ...]:
         return tuple(decision.node.name for decision in self.decisions)
 
-    @property
-    def will_run(self) -> tuple[str, ...]:
-        """Nodes that run, or may run once a node upstream has."""
-        return tuple(d.node.name for d in self.decisions if d.action in (RUN, WAIT))
-
     def lines(self) -> list[str]:
         """The plan as an aligned table: node, what happens, why."""
         width = max((len(name) for name in self.names), default=0)
         rows = ((d.node.name, "-" if d.action == NOT_SELECTED else d.action, d.reason) for d in self.decisions)
         return [f"{name:<{width}}  {action:<4}  {reason}" for name, action, reason in rows]
-
-
-def check_order(nodes: Sequence[Node]) -> None:
-    """Raises ValueError unless the names are unique and each node comes after all it needs."""
-    seen: set[str] = set()
-    for node in nodes:
-        if node.name in seen:
-            raise ValueError(f"two nodes are named {node.name!r}")
-        if missing := [need for need in node.needs if need not in seen]:
-            raise ValueError(f"node {node.name!r} needs {missing[0]!r}, which is no node before it")
-        seen.add(node.name)
 
 
 def plan(
@@ -94,7 +78,6 @@ def plan(
     downstream. keep: adopt their newest output whatever has changed.
     Raises UserError for names that are no nodes and for --only without the inputs that it needs.
     """
-    check_order(nodes)
     names = [node.name for node in nodes]
     check_names(names, only=only, rerun=rerun, keep=keep, start_from=start_from)
     asked = {name: f"--from {first}" for first in start_from for name in downstream(nodes, first)}
@@ -106,6 +89,7 @@ def plan(
     made: dict[str, Decision] = {}
     missing: tuple[str, str] | None = None  # a selected node, and an input of it that will not be made
     for node in nodes:
+        assert node.name not in made and made.keys() >= {*node.needs}, f"{node.name}: name or order"
         selected = not only or node.name in only
         known = {need: success for need in node.needs if (success := made[need].success)}
         unknown = [need for need in node.needs if need not in known]
@@ -122,13 +106,15 @@ def plan(
             made[node.name] = decision if selected else _not_selected(decision)
     if missing is not None:
         raise UserError(_missing_input(*missing, made, only=only))
-    return Plan(store, tuple(made.values()), draft.rerun, draft.keep, draft.code)
+    return replace(draft, decisions=tuple(made.values()))
 
 
 def decide(node: Node, upstream: Mapping[str, Success], plan: Plan) -> Decision:
     """Decides on a node whose upstream outputs are all known."""
     store = plan.store
-    parts = _ingredients(node, {need: _content(node, need, upstream[need]) for need in node.needs}, plan)
+    parts = fingerprint.ingredients(
+        node, code=plan.code[node.name], upstream={need: _content(node, need, upstream[need]) for need in node.needs}
+    )
     name = fingerprint.fingerprint(parts)
     past = attempts.history(store, node.name)
     facts: dict[str, Any] = {
@@ -169,22 +155,14 @@ def _before_upstream(node: Node, known: Mapping[str, Success], unknown: Sequence
     for attempt in past:
         before = attempt.ingredients.get("upstream", {})
         if attempt.success is not None and all(need in before for need in unknown):
-            unchanged = _ingredients(node, contents | {need: before[need] for need in unknown}, plan)
+            unchanged = fingerprint.ingredients(
+                node, code=plan.code[node.name], upstream=contents | {need: before[need] for need in unknown}
+            )
             if fingerprint.fingerprint(unchanged) == attempt.fingerprint:
                 reason = f"only if the new output of {names} differs from what it has read"
                 return Decision(node, WAIT, reason, known_attempts=ids)
     reason = f"because {names} {'runs' if len(unknown) == 1 else 'run'}"
     return Decision(node, RUN, reason, known_attempts=ids)
-
-
-def _ingredients(node: Node, contents: Mapping[str, Mapping[str, Any]], plan: Plan) -> dict[str, Any]:
-    return fingerprint.ingredients(
-        function=node.function,
-        config=node.config,
-        code=plan.code[node.name],
-        upstream=contents,
-        source=node.source,
-    )
 
 
 def _content(node: Node, need: str, success: Success) -> dict[str, Any]:

@@ -45,7 +45,6 @@ class NodeReport:
     attempt: str | None = None
     uri: str | None = None  # of the attempt's folder
     metrics: Mapping[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
     mlflow_run_id: str | None = None  # of the run that made the output
     error: str = ""  # failed: one line; blocked: which input is missing
     is_user_error: bool = False  # failed because of the user's data or configuration, as `error` says
@@ -116,31 +115,28 @@ class _Try:
     faults: int = 0  # of the infrastructure, in this launch, before it
 
 
+@dataclass
 class _Engine:
     """State of one launch."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        tracker: Tracker,
-        display: Display,
-        capacity: Mapping[str, float] | None,
-        git_commit: str,
-        lock: Lock | None,
-    ) -> None:
+    plan: Plan
+    tracker: Tracker
+    display: Display
+    capacity: Mapping[str, float] | None
+    git_commit: str
+    lock: Lock | None
+    running: dict[Any, _Try] = field(default_factory=dict)  # by Ray's reference
+    retries: dict[str, _Try] = field(default_factory=dict)
+    decided: dict[str, Decision] = field(default_factory=dict)  # once what they read is known
+    handles: dict[str, RunHandle] = field(default_factory=dict)
+    reports: dict[str, NodeReport] = field(default_factory=dict)
+    made: dict[str, Success] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         import ray
 
-        self.ray = ray
-        self.plan, self.tracker, self.display, self.capacity = plan, tracker, display, capacity
-        self.git_commit, self.lock = git_commit, lock
-        self.hub = Hub()
+        self.ray, self.hub = ray, Hub()
         self.remote = ray.remote(max_retries=0, max_calls=MAX_CALLS)(execute)
-        self.running: dict[Any, _Try] = {}  # by Ray's reference
-        self.retries: dict[str, _Try] = {}
-        self.decided: dict[str, Decision] = {}  # once what they read is known
-        self.handles: dict[str, RunHandle] = {}
-        self.reports: dict[str, NodeReport] = {}
-        self.made: dict[str, Success] = {}
 
     def run(self) -> RunReport:
         for decision in self.plan.decisions:
@@ -193,8 +189,7 @@ class _Engine:
             self.display.line(f"[{node.name}] not started: it needs {broken[0]}")
             return
         if decision.action == SKIP:
-            self._reuse(decision)
-            return
+            return self._reuse(decision)
         if any(need not in self.made for need in node.needs):
             return
         if node.name in self.retries:
@@ -298,7 +293,7 @@ class _Engine:
         seconds = time.monotonic() - running.since
         self.display.end(node.name)
         if outcome.success is not None:
-            self._finish(node.name, self._recorded(running.handle, outcome.success), EXECUTED, seconds=seconds)
+            self._finish(node.name, self._recorded(running.handle, outcome.success), EXECUTED)
             self.display.line(f"[{node.name}] done in {clock(seconds)}")
         elif outcome.is_fault and running.faults < node.max_failures:
             self._retry_later(running, outcome.error)
@@ -308,7 +303,6 @@ class _Engine:
                 state=FAILED,
                 attempt=running.attempt,
                 uri=store.uri_of(folder),
-                seconds=seconds,
                 mlflow_run_id=running.handle.run_id,
                 error=outcome.error,
                 is_user_error=outcome.is_user_error,
@@ -357,13 +351,13 @@ class _Engine:
         self.tracker.reuse_node(decision.node.name, tags=tags, reused_run=success.mlflow_run_id)
         self._finish(decision.node.name, success, SKIPPED)
 
-    def _finish(self, name: str, success: Success | None, state: str, *, seconds: float = 0.0) -> None:
+    def _finish(self, name: str, success: Success | None, state: str) -> None:
         if success is None:
             self.reports[name] = NodeReport(state)
             return
         self.made[name] = success
         uri = self.plan.store.uri_of(success.folder)
-        self.reports[name] = NodeReport(state, success.attempt, uri, success.metrics, seconds, success.mlflow_run_id)
+        self.reports[name] = NodeReport(state, success.attempt, uri, success.metrics, success.mlflow_run_id)
 
     def _tags(self, decision: Decision, attempt: str) -> dict[str, str]:
         return {

@@ -80,14 +80,13 @@ def _newest(
     """State, MLflow run, fingerprint and age; `finished`: the state of intact output."""
     if attempt.success is not None:
         state = "damaged" if attempts.problems(store, attempt.success) else finished
-        when, run_id = attempt.success.finished, attempt.success.mlflow_run_id
+        run_id = attempt.success.mlflow_run_id
     else:
         # Running, if the launch that holds the run folder's lock has started or continued it and not ended it.
         is_running = holder is not None and attempt.started.get("lock") == holder.get("token", "")
-        state = "failed" if attempt.failed else "running" if is_running else "interrupted"
-        state = "damaged" if attempt.damage else state
-        when, run_id = (attempt.starts or [""])[-1], attempt.started.get("mlflow_run_id")
-    return state, run_id or "-", attempt.fingerprint, attempts.age(when)
+        state = "running" if is_running and attempt.state == "interrupted" else attempt.state
+        run_id = attempt.started.get("mlflow_run_id")
+    return state, run_id or "-", attempt.fingerprint, attempt.age
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,7 @@ class Garbage:
     @property
     def line(self) -> str:
         a = self.attempt
-        state = "finished" if a.success else "damaged" if a.damage else "failed" if a.failed else "interrupted"
-        when = a.success.finished if a.success else (a.starts or [""])[-1]
-        return f"{a.node}  {a.fingerprint}/{a.attempt}  {state}, {attempts.age(when)}  {self.bytes:,} bytes"
+        return f"{a.node}  {a.fingerprint}/{a.attempt}  {a.state}, {a.age}  {self.bytes:,} bytes"
 
 
 def find_garbage(plan: Plan, *, holder: Mapping[str, Any] | None = None) -> list[Garbage]:

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from data_prep.files import Store, UserError, is_transient, printable
 from pipelines.dag import attempts, fingerprint
@@ -141,37 +141,18 @@ def kept_log(store: Store, file: str) -> Iterator[None]:
             if store.exists(file):
                 store.download(file, local)
             stack.callback(store.upload, local, file)
-        stream = Masked(stack.enter_context(local.open("a", encoding="utf-8", errors="replace", buffering=1)))
-        for redirect, original in (
-            (contextlib.redirect_stdout, sys.stdout),
-            (contextlib.redirect_stderr, sys.stderr),
-        ):
-            stack.enter_context(redirect(_Tee(stream, original)))
-        handler = logging.StreamHandler(stream)
+        kept = stack.enter_context(local.open("a", encoding="utf-8", errors="replace", buffering=1))
+        stack.enter_context(contextlib.redirect_stdout(Masked(sys.stdout, copy=kept)))
+        stack.enter_context(contextlib.redirect_stderr(Masked(sys.stderr, copy=kept)))
+        handler = logging.StreamHandler(Masked(kept))
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root, level = logging.getLogger(), logging.getLogger().level
         root.addHandler(handler)
         root.setLevel(min(level, logging.INFO))
         stack.callback(root.setLevel, level)
         stack.callback(root.removeHandler, handler)
-        print(f"--- {attempts.utc_now()} start", file=stream)
+        print(f"--- {attempts.utc_now()} start", file=kept)
         yield
-
-
-class _Tee:
-    """Writes to a file and to the stream that was there before; everything else is that stream's."""
-
-    def __init__(self, file: Any, stream: IO[str]) -> None:
-        self._file, self._stream = file, stream
-
-    def write(self, text: str) -> int:
-        if not self._file.closed:  # a thread may print after its node has ended
-            self._file.write(text)
-        self._stream.write(mask(text))
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def is_infrastructure_fault(error: BaseException) -> bool:

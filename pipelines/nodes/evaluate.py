@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -15,16 +15,14 @@ from PIL import Image
 
 from data_prep.files import UserError, join, open_store
 from data_prep.parquet import Dataset, open_dataset, pixels, read_shard
+from pipelines.config import EvaluateNodeConfig
 from pipelines.dag.node import NodeContext, NodeResult
 from pipelines.nodes.trained import checkpoint_uri, load_stages
-from pipelines.registry import StageModel
+from pipelines.tracking import StageModel
 from spn.bitdepth import stage_values
 from spn.config import SPNConfig
 from spn.evaluation import bits_per_dim, chain_nats, image_nats
 from spn.histogram import Histogram, raw_entropy_bits
-
-if TYPE_CHECKING:
-    from pipelines.config import EvaluateNodeConfig
 
 RESULTS, PER_IMAGE = "results.json", "per_image.parquet"
 

@@ -7,12 +7,9 @@ What a use takes follows from the config alone. Everything that does not fit is 
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import json
 import posixpath
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +19,17 @@ import torch
 
 from data_prep import images, parquet
 from data_prep.files import FileEntry, Store, UserError, open_store
-from pipelines.config import ExperimentConfig, stage_model_config, stage_names, train_node
+from pipelines.config import (
+    SAMPLE_IMAGES,
+    SCORE_IMAGES,
+    ExperimentConfig,
+    SampleImagesNodeConfig,
+    ScoreImagesNodeConfig,
+    UserImages,
+    stage_model_config,
+    stage_names,
+    train_node,
+)
 from pipelines.dag.node import NodeContext, NodeResult
 from pipelines.nodes.pictures import UNKNOWN, animation, display, generation_frames, png, side_by_side
 from pipelines.nodes.sample import ANIMATION, Job, ToDraw, counts, draw, read_chunks, record
@@ -30,10 +37,6 @@ from pipelines.nodes.trained import load_stage_configs, load_stages
 from spn.config import SPNConfig
 from spn.evaluation import bits_per_dim, chain_nats
 
-if TYPE_CHECKING:
-    from pipelines.config import SampleImagesNodeConfig, ScoreImagesNodeConfig
-
-SAMPLE, SCORE = "sample_images", "score_images"  # nodes
 FOLDER, RECORD, GRID, TABLE, CSV = "user_images", "record.json", "grid.png", "scores.parquet", "scores.csv"
 NUM_SHOWN = 16  # images in the grid, with all their draws
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")
@@ -44,49 +47,6 @@ NOT_RGB = {  # conversions that a dataset would flag, and that nobody should fin
     "alpha_dropped": "has an alpha channel",
     "cmyk": "is in CMYK",
 }
-
-
-@dataclass(frozen=True)
-class UserImages:
-    """Images that fit, and what is done with them. Picklable."""
-
-    node: str  # SAMPLE or SCORE
-    keys: tuple[str, ...]
-    values: np.ndarray  # uint8 [N, h, w, 3] of `num_bits` bits
-    num_bits: int
-    stages: tuple[str, ...]  # to be run, in order
-    use: str | None = None
-    num_given: int = 0  # complete: slices in subscale order, or rows of a baseline
-
-    @property
-    def node_names(self) -> list[str]:
-        """The node that reads them and those upstream of it, in running order."""
-        return ["prepare_data", *(train_node(stage) for stage in self.stages), self.node]
-
-    @property
-    def digests(self) -> list[str]:
-        """Of each image's values, whatever its file is called."""
-        return [hashlib.sha256(value.tobytes()).hexdigest()[:16] for value in self.values]
-
-    @property
-    def digest(self) -> str:
-        parts = [f"{key} {digest}" for key, digest in zip(self.keys, self.digests, strict=True)]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-    def describe(self, *, num_draws: int) -> str:
-        """One line: what is given, what is drawn."""
-        count = f"{len(self.keys)} image{'s' if len(self.keys) > 1 else ''}"
-        if self.node == SCORE:
-            return f"{count} to score at {self.num_bits} bits per channel"
-        part = "row" if self.stages[0] == "baseline" else "slice"
-        first = f"the first {self.num_given} {part}s" if self.num_given > 1 else f"the first {part}"
-        given = {
-            "size_upscale": f"slice (0, 0) at {self.num_bits} bits",
-            "depth_upscale": f"the {self.num_bits} most significant bits",
-            "complete": f"{first} at {self.num_bits} bits",
-        }[self.use or ""]
-        draws = f"{num_draws} draw{'s' if num_draws > 1 else ''} each"
-        return f"{count}, {draws}: {given} kept, all else drawn by {', '.join(self.stages)}"
 
 
 # ---- nodes ------------------------------------------------------------------------------------------------------
@@ -215,7 +175,7 @@ def for_sampling(config: ExperimentConfig) -> UserImages:
         what = f"sample.use=complete takes {size}x{size} images"
     _check_bits(config.image_bits, bits)
     keys, values = _read(config, side=side, what=what, bits=bits)
-    return UserImages(SAMPLE, _names(keys), values, bits, tuple(stages), use, num_given)
+    return UserImages(SAMPLE_IMAGES, _names(keys), values, bits, tuple(stages), use, num_given)
 
 
 def for_scoring(config: ExperimentConfig) -> UserImages:
@@ -225,7 +185,7 @@ def for_scoring(config: ExperimentConfig) -> UserImages:
     size, bits, stages = config.data.image_size, config.bits[-1], stage_names(config)
     _check_bits(config.image_bits, bits)
     keys, values = _read(config, side=size, what=f"the model scores {size}x{size} images", bits=bits)
-    return UserImages(SCORE, keys, values, bits, tuple(stages))
+    return UserImages(SCORE_IMAGES, keys, values, bits, tuple(stages))
 
 
 def _need_stage(use: str, kind: str, config: ExperimentConfig) -> None:

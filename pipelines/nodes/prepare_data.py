@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from data_prep import card
 from data_prep.build import TooManyUnusable, build
 from data_prep.files import UserError, join
 from data_prep.parquet import Manifest
 from data_prep.sources import Unplannable, UnusableSource
+from pipelines.config import PrepareDataNodeConfig
 from pipelines.dag.node import NodeContext, NodeResult
-
-if TYPE_CHECKING:
-    from pipelines.config import PrepareDataNodeConfig
 
 FOLDER = "dataset"
 

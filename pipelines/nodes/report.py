@@ -17,11 +17,11 @@ from matplotlib.figure import Figure  # noqa: E402
 
 from data_prep.files import join, open_store
 from data_prep.parquet import Manifest, open_dataset
+from pipelines.config import ReportNodeConfig
 from pipelines.dag.masking import mask_uris
 from pipelines.dag.node import NodeContext, NodeResult
 
-if TYPE_CHECKING:
-    from pipelines.config import ReportNodeConfig
+if TYPE_CHECKING:  # the page does not depend on how results are computed
     from pipelines.nodes.evaluate import Part, Results
 
 PAGE = "report.html"

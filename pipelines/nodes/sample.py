@@ -19,7 +19,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +27,9 @@ import torch
 
 from data_prep.files import Store, UserError, open_store
 from data_prep.parquet import ShardWriter, open_parquet, pixels, schema, shard_path
+from pipelines.config import DrawingConfig, SampleNodeConfig
 from pipelines.dag.node import NodeContext, NodeOutput, NodeResult
+from pipelines.dag.progress import Reporter
 from pipelines.nodes.memory import device_name, halved, largest_that_fits, naming
 from pipelines.nodes.pictures import after_stages, animation, display, generation_frames, grid, png, side_by_side
 from pipelines.nodes.trained import checkpoint_step, load_stage_configs, load_stages
@@ -35,10 +37,6 @@ from spn.config import SPNConfig
 from spn.model import SPN
 from spn.ordering import image_to_slices
 from spn.sampling import Decode, rows_to_sample, sample_chain, sample_stage
-
-if TYPE_CHECKING:
-    from pipelines.config import DrawingConfig, SampleNodeConfig
-    from pipelines.dag.progress import Reporter
 
 FOLDER, CHAIN, ANIMATION, RECORD = "samples", "chain.png", "generation.webp", "samples.json"
 NUM_SHOWN = 64  # images in the grids
@@ -144,14 +142,8 @@ def draw(job: Job, images: ToDraw, *, progress: Reporter) -> list[Chunk]:
     store.remove_temporaries()
     resources, pixels_each = job.config.resources, pixels_to_draw(job, configs)
     total = pixels_each * len(images.keys)
-    options = {
-        "num_cpus": resources.cpus_per_worker,
-        "num_gpus": resources.gpus_per_worker if resources.use_gpu else 0,
-        "max_restarts": resources.max_failures,
-        "max_task_retries": resources.max_failures,
-    }
+    retries = {"max_restarts": resources.max_failures, "max_task_retries": resources.max_failures}
     share = -(-len(images.keys) // resources.num_workers)
-    bundle = {resource: amount for resource, amount in resources.worker.items() if amount}
     gang = gang_name(job)
     workers: list[Any] = []
 
@@ -163,10 +155,11 @@ def draw(job: Job, images: ToDraw, *, progress: Reporter) -> list[Chunk]:
         if workers or not most:
             return
         remove_gang()  # of an earlier start in this Ray session that was killed
-        bundles = [bundle] * min(resources.num_workers, most)
+        bundles = [resources.worker] * min(resources.num_workers, most)
         group = ray.util.placement_group(bundles, strategy="PACK", name=gang)
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
-        worker_class = ray.remote(**options, scheduling_strategy=strategy)(DrawingWorker)
+        takes = {"num_cpus": resources.worker["CPU"], "num_gpus": resources.worker.get("GPU", 0)}
+        worker_class = ray.remote(**takes, **retries, scheduling_strategy=strategy)(DrawingWorker)
         workers.extend(worker_class.remote(job, progress, total) for _ in bundles)
 
     def unfinished(size: int) -> list[Chunk]:

@@ -8,6 +8,7 @@ storage under this name, and one that is finished trains no further.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import posixpath
@@ -16,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import ray.data
@@ -32,18 +33,16 @@ from data_prep.files import Store, UserError, join, open_store
 from data_prep.ingest import collate, train_stream
 from data_prep.order import draws
 from data_prep.parquet import open_dataset
+from pipelines.config import TrainNodeConfig
 from pipelines.dag.node import NodeContext, NodeResult
 from pipelines.nodes.memory import device_name, free_memory, halved, largest_that_fits, naming
 from pipelines.nodes.trained import check_start_weights, start_weights_of
 from spn.bitdepth import stage_values
 from spn.checkpoint import CONFIG, load_trainer, load_weights, save_checkpoint
-from spn.config import SPNConfig, TrainConfig
+from spn.config import TrainConfig
 from spn.evaluation import EVAL_BATCH, bits_per_dim, image_nats, scored_slices
 from spn.model import SPN, recompute_activations
 from spn.training import Batch, TrainState, batch_nats, fit
-
-if TYPE_CHECKING:  # types only: rules of the configuration do not change what is trained
-    from pipelines.config import TrainNodeConfig
 
 HISTORY = "history.json"  # all that was logged: of the whole training, and beside each checkpoint up to it
 MICRO_BATCH = "micro_batch.json"  # what was found at the start of the attempt
@@ -111,13 +110,10 @@ def _trainer(
         return stream(split="valid", start_row=0, num_rows=num_valid)  # a fixed set, drawn by the seed
 
     recorded = recorded_micro_batch(store, train, num_workers=resources.num_workers)
-    per_worker = {"CPU": resources.cpus_per_worker}
-    if resources.use_gpu:
-        per_worker["GPU"] = resources.gpus_per_worker
     return TorchTrainer(
         functools.partial(train_worker, context, recorded),
         scaling_config=ray.train.ScalingConfig(
-            num_workers=resources.num_workers, use_gpu=resources.use_gpu, resources_per_worker=per_worker
+            num_workers=resources.num_workers, use_gpu=resources.use_gpu, resources_per_worker=resources.worker
         ),
         torch_config=TorchConfig(backend="nccl" if resources.use_gpu else "gloo"),
         datasets={"train": train_data, "valid": valid_data},
@@ -188,81 +184,97 @@ def train_worker(context: NodeContext[TrainNodeConfig], recorded: tuple[int, str
             open_store(context.out).write_text(
                 MICRO_BATCH, json.dumps({"micro_batch_size": micro_batch_size, "device": on})
             )
-    flops_per_slice, peak = speed_limits(node.model, device)
-    # Rank 0 logs the training; the first worker of every other machine opens the run for that machine's numbers alone.
-    run = context.run.open() if workers.get_local_rank() == 0 else None
-    if run is not None:
-        run.watch_machine(name="" if rank == 0 else f"node_{workers.get_node_rank()}")
-    if run is not None and rank == 0 and context.restarts:
-        run.log_history(history)  # what an earlier process had measured and perhaps not sent
-        run.log_metrics({"restarts": float(context.restarts)}, step=state.step)
     note = f"{num_workers} x {micro_batch_size:,} slices x {share // micro_batch_size:,} accumulated"
-
-    def on_step(step: int) -> None:
-        if rank == 0:
-            context.progress.update(
-                step * config.batch_size, config.num_steps * config.batch_size, unit="slices", note=note
-            )
-
-    def on_log(step: int, metrics: dict[str, float]) -> None:
-        nonlocal note
-        if "valid/bits_per_dim" in metrics:
-            note = f"valid {metrics['valid/bits_per_dim']:.3f} bits/dim"
-        if peak is not None and "train/slices_per_sec" in metrics:
-            achieved = metrics["train/slices_per_sec"] * flops_per_slice / num_workers
-            metrics = {**metrics, "train/mfu": achieved / peak}
-        now = int(time.time() * 1000)
-        history.append({"step": step, "time_ms": now, **metrics})
-        if run is not None and rank == 0:
-            run.log_metrics(metrics, step=step, time_ms=now)
-
-    def on_checkpoint(state: TrainState, metrics: dict[str, float]) -> None:
-        # A barrier of all workers. Rank 0's files are the checkpoint, and are on storage when it returns. The other
-        # workers have nothing of their own to keep: masks of dropout follow from the micro-batches.
-        with tempfile.TemporaryDirectory() as folder:
-            if rank == 0:
-                save_checkpoint(Path(folder), model=state.model, ema=state.polyak.shadow, trainer=state.trainer_dict())
-                (Path(folder) / HISTORY).write_text(json.dumps(history))
-            ray.train.report(
-                metrics,
-                checkpoint=ray.train.Checkpoint.from_directory(folder) if rank == 0 else None,
-                checkpoint_dir_name=f"step-{state.step:08d}",
-            )
-
+    recorder = Recorder(context, state, history, note=note)
     valid = ValidImages(node, rank=rank, num_workers=num_workers, device=device)
 
     def evaluate() -> float:
-        score, samples = valid.bits_per_dim(model), node.samples
-        steps = {"eval_every_steps": config.eval_every_steps, "num_steps": config.num_steps}
-        if run is not None and rank == 0 and samples is not None and samples.due(state.step, **steps):
-            try:
-                image = to_image(valid.pixels[: samples.num_images], device)
-                picture = samples.picture(model, image, stored_bits=node.stored_bits, precision=config.precision)
-                run.log_image(picture, key=SAMPLES, step=state.step)
-            except Exception as error:  # it is for people alone: the training goes on
-                warnings.warn(f"no picture of samples at step {state.step:,}: {error}", stacklevel=1)
+        score = valid.bits_per_dim(model)
+        recorder.draw(valid)
         return score
 
-    on_step(state.step)
+    recorder.on_step(state.step)
     batches = micro_batches(
         node, micro_batch_size, first_step=state.step, rank=rank, num_workers=num_workers, device=device
     )
-    try:
-        with naming("train.micro_batch_size", micro_batch_size):
-            fit(
-                state,
-                config=config,
-                batches=batches,
-                forward=forward,
-                evaluate=evaluate,
-                on_log=on_log,
-                on_checkpoint=on_checkpoint,
-                on_step=on_step,
-                sum_over_workers=sum_over_workers,
+    with contextlib.closing(recorder), naming("train.micro_batch_size", micro_batch_size):
+        fit(
+            state,
+            config=config,
+            batches=batches,
+            forward=forward,
+            evaluate=evaluate,
+            on_log=recorder.on_log,
+            on_checkpoint=recorder.on_checkpoint,
+            on_step=recorder.on_step,
+            sum_over_workers=sum_over_workers,
+        )
+
+
+class Recorder:
+    """Records a training: rank 0 its progress, measurements, checkpoints and pictures; the first worker of every other
+    machine that machine's load; the other workers nothing."""
+
+    def __init__(
+        self, context: NodeContext[TrainNodeConfig], state: TrainState, history: list[dict[str, float]], *, note: str
+    ) -> None:
+        workers, silent = ray.train.get_context(), context.run.at(None)
+        self.context, self.state, self.history, self.note = context, state, history, note
+        self.is_first, self.num_workers = workers.get_world_rank() == 0, workers.get_world_size()
+        self.peak_speed = peak_speed(state.model)
+        self.machine = (context.run if workers.get_local_rank() == 0 else silent).open()
+        self.machine.watch_machine(name="" if self.is_first else f"node_{workers.get_node_rank()}")
+        self.run = self.machine if self.is_first else silent.open()
+        if context.restarts:
+            self.run.log_history(history)  # what an earlier process had measured and perhaps not sent
+            self.run.log_metrics({"restarts": float(context.restarts)}, step=state.step)
+
+    def on_step(self, step: int) -> None:
+        if self.is_first:
+            train = self.context.config.train
+            done, total = step * train.batch_size, train.num_steps * train.batch_size
+            self.context.progress.update(done, total, unit="slices", note=self.note)
+
+    def on_log(self, step: int, metrics: dict[str, float]) -> None:
+        if "valid/bits_per_dim" in metrics:
+            self.note = f"valid {metrics['valid/bits_per_dim']:.3f} bits/dim"
+        if self.peak_speed is not None and "train/slices_per_sec" in metrics:
+            mfu = metrics["train/slices_per_sec"] / self.num_workers / self.peak_speed
+            metrics = {**metrics, "train/mfu": mfu}
+        now = int(time.time() * 1000)
+        self.history.append({"step": step, "time_ms": now, **metrics})
+        self.run.log_metrics(metrics, step=step, time_ms=now)
+
+    def on_checkpoint(self, state: TrainState, metrics: dict[str, float]) -> None:
+        """A barrier of all workers. Rank 0's files are the checkpoint, and are on storage when it returns. The other
+        workers have nothing of their own to keep: masks of dropout follow from the micro-batches."""
+        with tempfile.TemporaryDirectory() as folder:
+            if self.is_first:
+                save_checkpoint(Path(folder), model=state.model, ema=state.polyak.shadow, trainer=state.trainer_dict())
+                (Path(folder) / HISTORY).write_text(json.dumps(self.history))
+            ray.train.report(
+                metrics,
+                checkpoint=ray.train.Checkpoint.from_directory(folder) if self.is_first else None,
+                checkpoint_dir_name=f"step-{state.step:08d}",
             )
-    finally:
-        if run is not None:
-            run.close()
+
+    def draw(self, valid: ValidImages) -> None:
+        """A grid of samples, if one is due."""
+        node, step, samples = self.context.config, self.state.step, self.context.config.samples
+        steps = {"eval_every_steps": node.train.eval_every_steps, "num_steps": node.train.num_steps}
+        if not self.is_first or samples is None or not samples.due(step, **steps):
+            return
+        try:
+            image = to_image(valid.pixels[: samples.num_images], next(self.state.model.parameters()).device)
+            picture = samples.picture(
+                self.state.model, image, stored_bits=node.stored_bits, precision=node.train.precision
+            )
+            self.run.log_image(picture, key=SAMPLES, step=step)
+        except Exception as error:  # it is for people alone: the training goes on
+            warnings.warn(f"no picture of samples at step {step:,}: {error}", stacklevel=1)
+
+    def close(self) -> None:
+        self.machine.close()
 
 
 def make_forward(model: nn.Module, config: TrainConfig) -> Callable[..., Tensor]:
@@ -300,13 +312,15 @@ def sum_over_workers(value: Tensor) -> Tensor:
     return total
 
 
-def speed_limits(config: SPNConfig, device: torch.device) -> tuple[int, float | None]:
-    """FLOPs of training one slice, and the device's peak FLOP/s (None: not known, so no train/mfu is logged)."""
+def peak_speed(model: SPN) -> float | None:
+    """Slices per second at the peak FLOP/s of a worker's GPU; None: not known, so no train/mfu is logged."""
+    device = next(model.parameters()).device
     if device.type != "cuda":
-        return 0, None
+        return None
     from spn.gpu.flops import peak_flops, training_flops
 
-    return training_flops(config)[0], peak_flops(torch.cuda.get_device_name(device))
+    peak = peak_flops(torch.cuda.get_device_name(device))
+    return None if peak is None else peak / training_flops(model.config)[0]
 
 
 # ---- the micro-batch --------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.project import git_commit
+from pipelines.cluster import git_commit
 
 
 def test_git_commit_of_a_checkout_or_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

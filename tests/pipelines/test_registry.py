@@ -1,4 +1,4 @@
-"""Versions and aliases of each stage in the model registry.  python -m pytest tests/pipelines/test_registry.py"""
+"""Versions and aliases of each stage in the model tracking.  python -m pytest tests/pipelines/test_tracking.py"""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from data_prep.files import open_store
-from pipelines import registry, tracking
-from pipelines.registry import CANDIDATE, CHAMPION, StageModel, judge
-from pipelines.tracking import Ledger, default_uri
+from pipelines import tracking
+from pipelines.tracking import CANDIDATE, CHAMPION, Ledger, StageModel, default_uri, judge
 
 FIRST = StageModel(
     stage="size_upscale",
@@ -26,10 +25,10 @@ FIRST = StageModel(
 
 def tags(model: StageModel) -> dict[str, str]:
     return {
-        registry.SCORE: repr(model.bits_per_dim),
-        registry.TEST_SET: model.test_set,
-        registry.DIMS: model.dims,
-        registry.ATTEMPT: model.attempt,
+        tracking.SCORE: repr(model.bits_per_dim),
+        tracking.TEST_SET: model.test_set,
+        tracking.DIMS: model.dims,
+        tracking.ATTEMPT: model.attempt,
     }
 
 
@@ -136,7 +135,7 @@ def test_a_registration_that_broke_off_anywhere_is_finished_by_the_next(ledger: 
     model = dataclasses.replace(FIRST, stage="broken", attempt="9")
     for calls in range(20):
         try:
-            registry.record(BrokenOff(client, calls), handle.run_id, model)
+            tracking.register(BrokenOff(client, calls), handle.run_id, model)
             break
         except ConnectionError:
             continue

@@ -15,10 +15,11 @@ from toy.diamond import seal
 from data_prep.config import SPLITS
 from data_prep.files import Store, open_store
 from pipelines import pipeline
+from pipelines.cluster import ROOT
 from pipelines.dag.fingerprint import canonical
 from pipelines.dag.plan import Plan, plan
 from pipelines.loading import load
-from pipelines.project import NOT_SEMANTIC, ROOT, SOURCES
+from pipelines.pipeline import NOT_SEMANTIC, SOURCES
 
 TRAINS = ["train_first_slice", "train_size_upscale", "train_depth_upscale"]
 ALL = ["prepare_data", *TRAINS, "evaluate", "sample", "report"]
@@ -135,7 +136,7 @@ def test_a_node_reads_the_shards_of_its_own_splits_size_and_depth(project: Proje
 
 DECIDE_NOTHING = {  # an addition lets changed results be skipped, so it needs a reason that is more than convenience
     *("data_prep.card", "data_prep.files", "data_prep.layouts", "data_prep.lock"),
-    *("pipelines.cluster", "pipelines.config", "data_prep.ray_compat", "pipelines.registry", "pipelines.tracking"),
+    *("pipelines.cluster", "pipelines.config", "data_prep.ray_compat", "pipelines.tracking"),
     *("pipelines.dag.masking", "pipelines.dag.node", "pipelines.dag.progress", "pipelines.nodes.memory"),
     "spn.gpu.flops",
 }

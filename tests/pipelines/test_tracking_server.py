@@ -27,8 +27,7 @@ from toy.training import MlflowServer
 
 from data_prep.files import open_store
 from pipelines import tracking
-from pipelines.registry import CANDIDATE, CHAMPION, StageModel
-from pipelines.tracking import LOGIN, Ledger, default_uri
+from pipelines.tracking import CANDIDATE, CHAMPION, LOGIN, Ledger, StageModel, default_uri
 
 pytestmark = pytest.mark.faults
 USER, PASSWORD = "anna", "hunter2secret"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy.diamond import SOURCES, carry_out, decided, diamond
+from toy.diamond import SOURCES, carry_out, decided, diamond, will_run
 from toy.nodes import Toy
 
 from data_prep.files import Store, UserError, open_store
@@ -35,7 +35,7 @@ def test_what_was_replaced_may_go_and_the_rest_stays_up_to_date(finished: Store)
     before = sum(file.bytes for file in finished.walk())
     status.delete(finished, old)
     assert before - sum(file.bytes for file in finished.walk()) == sum(each.bytes for each in old) > 0
-    assert decided(finished).will_run == () and found(finished) == []
+    assert will_run(decided(finished)) == () and found(finished) == []
     assert all(entry.path.count("/") == 4 for entry in finished.walk("nodes"))  # node/fingerprint/attempt/file
 
 
@@ -92,7 +92,7 @@ def test_an_adopted_output_keeps_its_files(finished: Store) -> None:
     carry_out(decided(finished, diamond(**NEW), keep=["left"]))
     status.delete(finished, status.find_garbage(decided(finished, diamond(**NEW))))
     made = decided(finished, diamond(**NEW))
-    assert made.will_run == ()
+    assert will_run(made) == ()
     assert Path(made["left"].success.output(finished).uri, "value.txt").exists()
 
 
@@ -107,7 +107,7 @@ def test_what_is_newer_than_a_running_start_is_not_listed(finished: Store) -> No
 def toy_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """Inspection sees the diamond in place of the pipeline's nodes."""
     monkeypatch.setattr(pipeline, "nodes", lambda config, **_: diamond())
-    monkeypatch.setattr(inspection, "SOURCES", SOURCES)
+    monkeypatch.setattr(pipeline, "SOURCES", SOURCES)
     store = open_store(tmp_path / "runs" / "debug")
     store.write_text("config.yaml", "name: debug\n")
     carry_out(decided(store))

@@ -12,6 +12,7 @@ from data_prep.files import UserError
 from pipelines import cli
 from pipelines.dag import fingerprint
 from pipelines.dag.masking import HIDDEN, mask, mask_uris, masked_output, plain_uri
+from pipelines.dag.node import Node
 
 SECRET = "hunter2secret"
 
@@ -99,7 +100,7 @@ def test_a_new_login_makes_nothing_run_again(tmp_path: Path) -> None:
 
     def parts(login: str) -> dict[str, object]:
         config = {"train": {"init_from": f"s3://{login}@bucket/checkpoint"}}
-        return fingerprint.ingredients(function="a:b", config=config, code={}, upstream={}, source="")
+        return fingerprint.ingredients(Node("a", "a:b", config=config), code={}, upstream={})
 
     first, second = parts(f"anna:{SECRET}"), parts(f"bert:other{SECRET}")
     assert SECRET not in str(first)

@@ -19,12 +19,11 @@ from PIL import Image
 from data_prep.files import UserError
 from data_prep.parquet import pixels
 from pipelines import cli
-from pipelines.config import ExperimentConfig, NodeResources
+from pipelines.config import ExperimentConfig, NodeResources, UserImages
 from pipelines.dag.node import NodeContext, NodeOutput
 from pipelines.dag.progress import Reporter
 from pipelines.loading import load
 from pipelines.nodes import images, sample
-from pipelines.nodes.images import UserImages
 from pipelines.nodes.trained import load_stages
 from pipelines.pipeline import nodes
 from pipelines.tracking import RunHandle

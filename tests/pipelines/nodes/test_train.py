@@ -23,12 +23,12 @@ import pytest
 import torch
 
 from data_prep.files import UserError, open_store
+from pipelines.cluster import ROOT
 from pipelines.config import NodeResources, TrainNodeConfig
 from pipelines.dag.node import NodeContext
 from pipelines.dag.progress import Reporter
 from pipelines.nodes import train, trained
 from pipelines.nodes.memory import halved, largest_that_fits
-from pipelines.project import ROOT
 from pipelines.tracking import RunHandle
 from spn.checkpoint import save_checkpoint
 from spn.config import SPNConfig, TrainConfig

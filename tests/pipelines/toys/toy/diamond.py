@@ -33,6 +33,11 @@ def decided(store: Store, nodes: Sequence[Node] | None = None, *, sources: Sourc
     return plan(nodes or diamond(), store, sources=sources, **options)
 
 
+def will_run(made: Plan) -> tuple[str, ...]:
+    """Nodes that run, or may run once a node upstream has."""
+    return tuple(decision.node.name for decision in made.decisions if decision.action in ("run", "wait"))
+
+
 def carry_out(made: Plan, *, broken: Sequence[str] = (), lock: str | None = None) -> list[str]:
     """Runs a plan in this process as the engine does, leaving `broken` nodes unfinished; returns what ran.
 
