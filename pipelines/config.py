@@ -133,6 +133,11 @@ class NodeResources:
         return "cuda" if self.use_gpu else "cpu"
 
     @property
+    def num_threads(self) -> int:
+        """Of torch, in one worker."""
+        return max(1, int(self.cpus_per_worker))
+
+    @property
     def worker(self) -> dict[str, float]:
         """What one worker takes."""
         return {"CPU": self.cpus_per_worker, **({"GPU": self.gpus_per_worker} if self.use_gpu else {})}
@@ -249,12 +254,17 @@ class TrainNodeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateNodeConfig:
-    dataset: str  # its id, which the results name
+class ScoringConfig:
+    """What `evaluate` and `score_images` have in common."""
+
     stages: tuple[str, ...]  # in chain order
     batch_size: int  # images
-    num_threads: int = field(metadata=NOT_SEMANTIC)
-    device: str = field(metadata=NOT_SEMANTIC)
+    resources: NodeResources = field(metadata=NOT_SEMANTIC)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateNodeConfig(ScoringConfig):
+    dataset: str  # its id, which the results name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,12 +296,8 @@ class SampleImagesNodeConfig(DrawingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreImagesNodeConfig:
-    stages: tuple[str, ...]  # in chain order
+class ScoreImagesNodeConfig(ScoringConfig):
     bits: int  # bit depth of the images
-    batch_size: int  # images
-    num_threads: int = field(metadata=NOT_SEMANTIC)
-    device: str = field(metadata=NOT_SEMANTIC)
     images: UserImages = field(metadata=NOT_SEMANTIC, compare=False)
 
 

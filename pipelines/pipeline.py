@@ -28,6 +28,7 @@ from pipelines.config import (
     SampleImagesNodeConfig,
     SampleNodeConfig,
     ScoreImagesNodeConfig,
+    ScoringConfig,
     TrainNodeConfig,
     UserImages,
     node_names,
@@ -172,41 +173,33 @@ def _train(config: ExperimentConfig, stage: str, listed: bool) -> Node:
 
 
 def _evaluate(config: ExperimentConfig, stages: list[str]) -> Node:
-    resources, size = config.resources.per_node["evaluate"], stage_model_config(config, stages[0]).image_size
+    scoring = _scoring(config, stages)
     return Node(
         name="evaluate",
         function="pipelines.nodes.evaluate:run",
         needs=("prepare_data", *map(train_node, stages)),
-        reads=_weights(stages) | _shards(size, 8, "train", "test"),
-        config=EvaluateNodeConfig(
-            dataset=config.data.dataset,
-            stages=tuple(stages),
-            batch_size=config.evaluate.batch_size,
-            num_threads=max(1, int(resources.cpus_per_worker)),
-            device=resources.device,
-        ),
-        **_single_process(resources),
+        reads=_weights(stages) | _shards(config.data.image_size, 8, "train", "test"),
+        config=EvaluateNodeConfig(**vars(scoring), dataset=config.data.dataset),
+        **_single_process(scoring.resources),
     )
 
 
 def _score_images(config: ExperimentConfig, images: UserImages) -> Node:
-    resources = config.resources.per_node["evaluate"]
+    scoring = _scoring(config, images.stages)
     return Node(
         name=SCORE_IMAGES,
         function="pipelines.nodes.images:score",
         needs=tuple(map(train_node, images.stages)),
         reads=_weights(images.stages),
-        config=ScoreImagesNodeConfig(
-            stages=images.stages,
-            bits=images.num_bits,
-            batch_size=config.evaluate.batch_size,
-            num_threads=max(1, int(resources.cpus_per_worker)),
-            device=resources.device,
-            images=images,
-        ),
+        config=ScoreImagesNodeConfig(**vars(scoring), bits=images.num_bits, images=images),
         source=images.digest,
-        **_single_process(resources),
+        **_single_process(scoring.resources),
     )
+
+
+def _scoring(config: ExperimentConfig, stages: Sequence[str]) -> ScoringConfig:
+    resources = config.resources.per_node["evaluate"]
+    return ScoringConfig(stages=tuple(stages), batch_size=config.evaluate.batch_size, resources=resources)
 
 
 def _sample(config: ExperimentConfig, stages: list[str]) -> Node:

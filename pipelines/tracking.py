@@ -354,8 +354,12 @@ class Ledger:
         """Closes the runs that a killed driver left open, then opens the parent run. files: {name: text} artifacts."""
         self.reconcile()
         self._open(_PARENT, tags, params)
-        for name, text in files.items():
-            self._log_file(name, mask(text))
+
+        def log_files(client: MlflowClient) -> None:
+            for name, text in files.items():
+                client.log_text(self.parent_id, mask(text), name)
+
+        self._send(log_files)
 
     def start_node(
         self, node: str, *, tags: Mapping[str, str], params: Any, continue_id: str | None = None
@@ -459,9 +463,6 @@ class Ledger:
 
         self._send(open_run)
         self._send(lambda client: client.log_batch(self._ids[name], params=_params(params)))
-
-    def _log_file(self, name: str, text: str) -> None:
-        self._send(lambda client: client.log_text(self.parent_id, text, name))
 
     def _send(self, call: _Call, *, even_if_paused: bool = False) -> None:
         if self.uri:

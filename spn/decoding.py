@@ -390,15 +390,3 @@ def decode_slice(
         if on_row is not None:
             on_row()
     return target
-
-
-def incremental_logits(model: SPN, target: Tensor, context: Tensor | None) -> Tensor:
-    """Logits [B, 3, V, h, w] of a given slice, the incremental way; equal to model.decoder(target, context)."""
-    logits = target.new_zeros((*target.shape[:2], model.config.num_values, *target.shape[2:]), dtype=torch.float64)
-
-    def record(step: Tensor, row: int, column: int, channel: int) -> None:
-        logits[:, channel, :, row, column] = step.to(logits.dtype)
-
-    unused = torch.zeros(target.shape, dtype=torch.float64, device=target.device)
-    decode_slice(prepare(model), context, Draws(unused, known=target.long()), on_logits=record)
-    return logits

@@ -51,10 +51,10 @@ class Results(TypedDict):
 
 def run(context: NodeContext[EvaluateNodeConfig]) -> NodeResult:
     config = context.config
-    torch.set_num_threads(config.num_threads)
+    torch.set_num_threads(config.resources.num_threads)
     stages, data = config.stages, context.inputs["prepare_data"]
     dataset = open_dataset(join(data.uri, data.named["dataset"]))
-    models = load_stages(context.inputs, stages, device=config.device)
+    models = load_stages(context.inputs, stages, device=config.resources.device)
     size = models[stages[0]].config.image_size
     num_test = dataset.num_images("test")
     if num_test == 0:
@@ -64,7 +64,7 @@ def run(context: NodeContext[EvaluateNodeConfig]) -> NodeResult:
     plain_spn: list[float] = []  # size_upscale with slice (0, 0) as well: the same network as a model of its own
     raw: list[np.ndarray] = []
     for names, images in _batches(dataset, size, batch=config.batch_size):
-        image = torch.from_numpy(images.copy()).to(config.device).permute(0, 3, 1, 2).long()
+        image = torch.from_numpy(images.copy()).to(config.resources.device).permute(0, 3, 1, 2).long()
         for stage, part in chain_nats(models, image).items():
             nats[stage] += part.tolist()
             if _first_given(stage, stages):

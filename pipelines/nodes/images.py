@@ -31,7 +31,7 @@ from pipelines.config import (
     train_node,
 )
 from pipelines.dag.node import NodeContext, NodeResult
-from pipelines.nodes.pictures import UNKNOWN, animation, display, generation_frames, png, side_by_side
+from pipelines.nodes.pictures import UNKNOWN, animation, depth_after, display, generation_frames, png, side_by_side
 from pipelines.nodes.sample import ANIMATION, Job, ToDraw, counts, draw, read_chunks, record
 from pipelines.nodes.trained import load_stage_configs, load_stages
 from spn.config import SPNConfig
@@ -69,9 +69,8 @@ def sample(context: NodeContext[SampleImagesNodeConfig]) -> NodeResult:
     chunks = draw(job, to_draw, progress=context.progress)
     configs = load_stage_configs(context.inputs, config.stages)
     values = read_chunks(store, configs, chunks, most=NUM_SHOWN * num_draws)
-    first, last = configs[config.stages[0]], configs[config.stages[-1]]
-    given_bits = _given_bits(user, first)
-    drawn = display(values, num_bits=last.num_given_bits + last.num_bits)
+    given_bits = _given_bits(user, configs[config.stages[0]])
+    drawn = display(values, num_bits=depth_after(configs[config.stages[-1]]))
     columns = [drawn[number::num_draws] for number in range(num_draws)]
     picture = side_by_side([_shown(user, given_bits)[:NUM_SHOWN], *columns])
     store.write_bytes(GRID, png(picture))
@@ -86,13 +85,13 @@ def sample(context: NodeContext[SampleImagesNodeConfig]) -> NodeResult:
 def score(context: NodeContext[ScoreImagesNodeConfig]) -> NodeResult:
     """score_images: exact bits/dim of images, of each part of the chain and in total."""
     config = context.config
-    torch.set_num_threads(config.num_threads)
+    torch.set_num_threads(config.resources.num_threads)
     user, batch = config.images, config.batch_size
-    models = load_stages(context.inputs, config.stages, device=config.device)
+    models = load_stages(context.inputs, config.stages, device=config.resources.device)
     size = models[config.stages[0]].config.image_size
     columns: dict[str, list[float]] = {stage: [] for stage in config.stages}
     for start in range(0, len(user.keys), batch):
-        values = torch.from_numpy(user.values[start : start + batch].copy()).to(config.device)
+        values = torch.from_numpy(user.values[start : start + batch].copy()).to(config.resources.device)
         for stage, nats in chain_nats(models, values.permute(0, 3, 1, 2).long() << (8 - user.num_bits)).items():
             columns[stage] += [bits_per_dim(n, num_images=1, image_size=size) for n in nats.tolist()]
         done = min(start + batch, len(user.keys))

@@ -29,6 +29,11 @@ FRAME_MS, LAST_FRAME_MS = 60, 2500
 ANIMATION_SIDE = 256  # pixels; smaller images are enlarged by repeating pixels
 
 
+def depth_after(config: SPNConfig) -> int:
+    """Bits of the pixels once this stage has run."""
+    return config.num_given_bits + config.num_bits
+
+
 def display(values: np.ndarray, *, num_bits: int) -> np.ndarray:
     """Values of `num_bits` bits spread over 0 .. 255; the same array at 8 bits."""
     return to_display(torch.from_numpy(values), num_bits=num_bits).to(torch.uint8).numpy()
@@ -39,12 +44,12 @@ def after_stages(values: np.ndarray, configs: Mapping[str, SPNConfig]) -> dict[s
 
     Nothing else has to be kept of a chain: each stage's outcome is what the final image holds in its high bits.
     """
-    final = _depth(list(configs.values())[-1])
+    final = depth_after(list(configs.values())[-1])
     pictures = {}
     for stage, config in configs.items():
-        known = values >> (final - _depth(config))
+        known = values >> (final - depth_after(config))
         step = config.scaling_factor if config.stage == "first_slice" else 1
-        pictures[stage] = display(known[:, ::step, ::step].copy(), num_bits=_depth(config))
+        pictures[stage] = display(known[:, ::step, ::step].copy(), num_bits=depth_after(config))
     return pictures
 
 
@@ -80,11 +85,11 @@ def generation_frames(
     configs: the stages that were run, in order; the image has the last one's depth. given_bits [H, W]: how many bits of
     each pixel were given; None: none were. The first frame is what was given, the last the whole image.
     """
-    final, size = _depth(configs[-1]), image.shape[0]
+    final, size = depth_after(configs[-1]), image.shape[0]
     start = np.zeros((size, size), np.int64) if given_bits is None else given_bits.astype(np.int64)
     steps, bits = [], start.copy()  # steps: (depth, row of the image, columns of it) of each row of each slice
     for config in configs:
-        factor, depth = config.scaling_factor, _depth(config)
+        factor, depth = config.scaling_factor, depth_after(config)
         for number in range(1 if config.stage == "first_slice" else config.num_slices):
             i, j = divmod(number, factor)
             for row in range(i, size, factor):
@@ -129,10 +134,6 @@ def png(image: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def _depth(config: SPNConfig) -> int:
-    return config.num_given_bits + config.num_bits
-
-
 # ---- while a network trains ----------------------------------------------------------------------------------------
 
 
@@ -173,7 +174,7 @@ class TrainingSamples:
             columns = [_shown(first[:, 0], config.num_bits)]
         else:
             return grid(_shown(drawn, config.num_bits))
-        depth = config.num_given_bits + config.num_bits
+        depth = depth_after(config)
         return side_by_side([*columns, _shown(drawn, depth), _shown(values, depth)])
 
 

@@ -31,7 +31,16 @@ from pipelines.config import DrawingConfig, SampleNodeConfig
 from pipelines.dag.node import NodeContext, NodeOutput, NodeResult
 from pipelines.dag.progress import Reporter
 from pipelines.nodes.memory import device_name, halved, largest_that_fits, naming
-from pipelines.nodes.pictures import after_stages, animation, display, generation_frames, grid, png, side_by_side
+from pipelines.nodes.pictures import (
+    after_stages,
+    animation,
+    depth_after,
+    display,
+    generation_frames,
+    grid,
+    png,
+    side_by_side,
+)
 from pipelines.nodes.trained import checkpoint_step, load_stage_configs, load_stages
 from spn.config import SPNConfig
 from spn.model import SPN
@@ -328,7 +337,7 @@ class DrawingWorker:
                 on_row=on_row,
             )
         values = list(known.values())[-1].permute(0, 2, 3, 1).to(torch.uint8).cpu().numpy()
-        write_chunk(open_store(self.job.out), chunk, values, num_bits=_depth(configs))
+        write_chunk(open_store(self.job.out), chunk, values, num_bits=depth_after(configs[config.stages[-1]]))
 
     def _start(self, images: ToDraw) -> dict[str, Any]:
         """What `sample_chain` starts from."""
@@ -397,14 +406,9 @@ def _read(store: Store, path: str) -> pa.Table:
 
 
 def _path(configs: Mapping[str, SPNConfig], chunk: Chunk) -> str:
-    side, bits = next(iter(configs.values())).image_size, _depth(configs)
-    return shard_path(resolution=side, bits=bits, split=SPLIT, index=chunk.index, num_shards=chunk.of)
-
-
-def _depth(configs: Mapping[str, SPNConfig]) -> int:
-    """Bits of the images when the last stage has run."""
     last = list(configs.values())[-1]
-    return last.num_given_bits + last.num_bits
+    size, bits = last.image_size, depth_after(last)
+    return shard_path(resolution=size, bits=bits, split=SPLIT, index=chunk.index, num_shards=chunk.of)
 
 
 def _part(progress: Reporter, chunk: Chunk) -> Reporter:

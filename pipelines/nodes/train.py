@@ -158,7 +158,7 @@ def rows_to_read(train: TrainConfig, step: int) -> tuple[int, int]:
 def train_worker(context: NodeContext[TrainNodeConfig], recorded: tuple[int, str] | None) -> None:
     """What each Ray Train worker runs. recorded: micro-batch and device of the attempt; None: to be found."""
     node, config = context.config, context.config.train
-    torch.set_num_threads(max(1, int(node.resources.cpus_per_worker)))
+    torch.set_num_threads(node.resources.num_threads)
     workers = ray.train.get_context()
     rank, num_workers = workers.get_world_rank(), workers.get_world_size()
     device = get_device()

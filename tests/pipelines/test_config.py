@@ -300,7 +300,6 @@ def test_what_decides_no_result_is_in_no_fingerprint() -> None:
 
 
 RESOURCES = {"resources"}
-DEVICE = {"num_threads", "device"}
 DECIDES_NOTHING = {  # an addition lets changed results be skipped, so it needs a reason that is more than speed
     TrainConfig: {"micro_batch_size", "compile", "compile_mode", "recompute_activations", "log_every_steps"},
     SPNConfig: set(),
@@ -309,10 +308,10 @@ DECIDES_NOTHING = {  # an addition lets changed results be skipped, so it needs 
     DataConfig: {"root", "max_quarantine_fraction"},
     PrepareDataNodeConfig: {"num_cpus"},
     TrainNodeConfig: RESOURCES | {"samples", "init_from"},
-    EvaluateNodeConfig: DEVICE,
+    EvaluateNodeConfig: RESOURCES,
     SampleNodeConfig: RESOURCES,
     SampleImagesNodeConfig: RESOURCES | {"images"},
-    ScoreImagesNodeConfig: DEVICE | {"images"},
+    ScoreImagesNodeConfig: RESOURCES | {"images"},
     ReportNodeConfig: set(),
 }
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from spn.decoding import incremental_logits
 from spn.gpu.folding import FoldedWeights
 from spn.gpu.fused import EPS
 from spn.model import SPN
+from tests.spn.whole_images import incremental_logits
 
 
 def first_pixel(decoder: FoldedWeights, model: SPN, values: Tensor) -> Tensor:

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from spn.config import TrainConfig
-from spn.decoding import incremental_logits
 from spn.gpu.training import FastIntensityEmbedding, speed_up
 from spn.model import SPN
 from spn.sampling import sample_chain
 from spn.training import Batch, NonFiniteLoss, TrainState, fit, train_step
-from tests.spn.whole_images import context_of, target_of
+from tests.spn.whole_images import context_of, incremental_logits, target_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from spn import decoding
-from spn.decoding import Draws, decode_slice, incremental_logits, prepare
+from spn.decoding import Draws, decode_slice, prepare
 from spn.evaluation import image_nats
 from spn.model import SPN
 from spn.sampling import sample_stage, uniforms
-from tests.spn.whole_images import context_of, logits_of, target_of
+from tests.spn.whole_images import context_of, incremental_logits, logits_of, target_of
 
 # Channel counts that 3 does not divide, odd numbers of layers, no attention, a single layer, groups without a channel.
 SHAPES = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from spn.decoding import Draws, decode_slice, prepare
 from spn.model import SPN
 from spn.ordering import image_to_slices, target_slices
 
@@ -22,3 +24,15 @@ def context_of(model: SPN, image: Tensor, index: Tensor, given: Tensor | None) -
 
 def target_of(model: SPN, image: Tensor, index: Tensor) -> Tensor:
     return target_slices(_slices(model, image), index)
+
+
+def incremental_logits(model: SPN, target: Tensor, context: Tensor | None) -> Tensor:
+    """Logits [B, 3, V, h, w] of a given slice, the incremental way; equal to model.decoder(target, context)."""
+    logits = target.new_zeros((*target.shape[:2], model.config.num_values, *target.shape[2:]), dtype=torch.float64)
+
+    def record(step: Tensor, row: int, column: int, channel: int) -> None:
+        logits[:, channel, :, row, column] = step.to(logits.dtype)
+
+    unused = torch.zeros(target.shape, dtype=torch.float64, device=target.device)
+    decode_slice(prepare(model), context, Draws(unused, known=target.long()), on_logits=record)
+    return logits

@@ -1,6 +1,6 @@
 """MLflow over HTTP: a server that dies and comes back, and one behind a login.
 
-python -m pytest tests/pipelines/test_tracking_server.py
+python -m pytest tests/pipelines/tracking/test_tracking_server.py
 """
 
 from __future__ import annotations

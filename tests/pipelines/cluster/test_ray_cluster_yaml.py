@@ -1,6 +1,6 @@
 """ray_cluster.yaml is what Ray's cluster launcher takes: what `ray up` checks before it talks to a cloud.
 
-python -m pytest tests/pipelines/test_ray_cluster_yaml.py
+python -m pytest tests/pipelines/cluster/test_ray_cluster_yaml.py
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import yaml
 # Private, but the launcher has no public way without a cloud account; .ci/constraints.txt holds the version.
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCHEMA = json.loads(Path(ray.autoscaler.__file__).with_name("ray-schema.json").read_text())
 
 

@@ -1,6 +1,6 @@
 """MLflow as a mirror: addresses, one curve per node, killed drivers, a server that does not answer.
 
-python -m pytest tests/pipelines/test_tracking.py
+python -m pytest tests/pipelines/tracking/test_tracking.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which commit a start is of.
 
-python -m pytest tests/pipelines/test_git.py
+python -m pytest tests/pipelines/cluster/test_git_commit.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """kuberay_rayjob.yaml has no field that KubeRay does not know, and says what ray_cluster.yaml says.
 
-python -m pytest tests/pipelines/test_kuberay_rayjob.py
+python -m pytest tests/pipelines/cluster/test_kuberay_rayjob.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jsonschema
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MANIFEST, LAUNCHER = "kuberay_rayjob.yaml", "ray_cluster.yaml"
 
 TEXT, NUMBER, FLAG = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}

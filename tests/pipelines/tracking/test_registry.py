@@ -1,4 +1,4 @@
-"""Versions and aliases of each stage in the model tracking.  python -m pytest tests/pipelines/test_tracking.py"""
+"""Versions and aliases in the model registry.  python -m pytest tests/pipelines/tracking/test_registry.py"""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_champion_is_fetched_as_the_page_says(
     handle = ledger.start_node("train_fetched", tags={}, params={})
     with handle.open() as run:
         run.register_model(dataclasses.replace(FIRST, stage="fetched", checkpoint=str(checkpoint)))
-    page = (Path(__file__).parents[2] / "docs/comparing_stages.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/comparing_stages.md").read_text()
     (code,) = re.findall(r'MLFLOW_TRACKING_URI=sqlite:///runs/demo/mlflow.db python -c "(.*)"', page)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", ledger.uri)
     monkeypatch.chdir(tmp_path)

@@ -1,6 +1,6 @@
 """What `ray job submit --working-dir .` would upload: the code, and nothing that lies about beside it.
 
-python -m pytest tests/pipelines/test_upload.py
+python -m pytest tests/pipelines/cluster/test_upload.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 # Private, but submitting needs a cluster; .ci/constraints.txt holds the version.
 from ray._private.runtime_env.packaging import create_package
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 AT_HOME = [  # what users have in a checkout that they work in
     ".venv/bin/python",
     ".git/objects/pack/pack-1.pack",
