@@ -68,14 +68,6 @@ def set_num_cpus(rows: ray.data.Dataset, num_cpus: float) -> None:
     rows._logical_plan.dag.ray_remote_args["num_cpus"] = num_cpus
 
 
-def bind_to_loopback() -> None:
-    """Makes Ray's servers of an embedded session listen on 127.0.0.1 only, also where `ray` was imported before
-    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER was set: Ray reads that variable on import."""
-    from ray._private import ray_constants
-
-    ray_constants.ENABLE_RAY_CLUSTER = False
-
-
 def committed_checkpoint(store: Store, run_name: str) -> str | None:
     """Folder name of the last checkpoint that Ray Train has committed under this run name; None without one."""
     path = posixpath.join(run_name, _SNAPSHOT)

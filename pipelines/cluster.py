@@ -1,7 +1,8 @@
 """The Ray session of a start: its own on this machine, or the cluster that it was given; and where its code is from.
 
-A session of our own (embedded) listens on 127.0.0.1 only. Ray decides that when it is imported, so import ray only
-after `connect`, or inside functions.
+A session of our own (embedded) listens on 127.0.0.1 only, answers nobody without its token, and keeps its sockets and
+logs in a folder that is closed to other accounts. Ray decides much of that when it is imported, so `connect` comes
+before any `import ray`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep import ray_compat
 from data_prep.files import UserError
 
 ROOT = Path(__file__).resolve().parents[1]  # the folder that holds the packages
@@ -33,7 +36,8 @@ _EVERYWHERE = {
 }
 _EMBEDDED = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # "no cluster": all of Ray's servers bind to 127.0.0.1
-    "RAY_AUTH_MODE": "disabled",  # loopback only; a token file left by another cluster would lock us out
+    "RAY_AUTH_MODE": "token",  # loopback is open to every account of this machine
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # this process's own; before a token file that another cluster left
     "RAY_DEDUP_LOGS": "0",
     "RAY_worker_maximum_startup_concurrency": "8",  # a trainer is many small processes; fewer and Ray warns of each
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; silences one warning per task
@@ -84,13 +88,14 @@ def connect(
         import ray
 
         return ClusterInfo("job" if in_ray_job() else "cluster", dict(ray.cluster_resources()))
+    assert "ray" not in sys.modules, "Ray reads its settings on import: call connect before"
     os.environ.pop("RAY_ADDRESS", None)
     os.environ.update(_EMBEDDED)
+    os.environ.setdefault("RAY_TMPDIR", str(_private_folder()))
     paths = [str(path) for path in python_path] + os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
     import ray
 
-    ray_compat.bind_to_loopback()
     ray.init(
         address="local",
         num_cpus=num_cpus,
@@ -108,6 +113,16 @@ def disconnect() -> None:
     """Ends an embedded session, leaves a cluster."""
     if "ray" in sys.modules:
         sys.modules["ray"].shutdown()
+
+
+def _private_folder() -> Path:
+    """Where sessions of this account have their sockets and logs: Ray makes its own folders writable by everybody."""
+    folder = Path(tempfile.gettempdir()) / f"spn-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise UserError(f"{folder} is open to other accounts of this machine; remove it, or set RAY_TMPDIR")
+    return folder
 
 
 def _check_answers(address: str) -> None:

@@ -21,15 +21,6 @@ from data_prep.files import open_store
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_session_binds_to_loopback_wherever_ray_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That its ports then listen on loopback only: test_cluster.py, "ray first"."""
-    from ray._private import ray_constants
-
-    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)  # fails where Ray has renamed it
-    ray_compat.bind_to_loopback()
-    assert ray_constants.ENABLE_RAY_CLUSTER is False
-
-
 def report_two_checkpoints() -> None:
     import ray.train
 
