@@ -22,11 +22,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray.data
 
-from data_prep import card, images, sources
+from data_prep import images, sources
 from data_prep.config import DataConfig
 from data_prep.files import Store, open_store, printable
 from data_prep.lock import Lock
-from data_prep.order import draws
 from data_prep.parquet import (
     MANIFEST,
     QUARANTINE,
@@ -34,6 +33,7 @@ from data_prep.parquet import (
     Manifest,
     Shard,
     ShardWriter,
+    draws,
     keys_hash,
     schema,
 )
@@ -51,6 +51,7 @@ from data_prep.plan import (
 )
 from data_prep.ray_compat import WaitForAutoscaler
 from data_prep.sources.base import CHW, ENCODED, Item, Reader, UnusableSource
+from data_prep.verify import readme
 
 LOCK = "build.lock"
 _PLAN = "_build/plan.json"
@@ -106,7 +107,7 @@ def build(
         _write_quarantine(store, _records(plan, bad))
         manifest = _manifest(config, plan, store, sidecars, bad)
         store.remove_temporaries()
-        store.write_text("README.md", card.text(manifest))
+        store.write_text("README.md", readme(manifest))
         lock.check()
         store.write_text(MANIFEST, manifest.to_json())
     return manifest

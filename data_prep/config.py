@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from data_prep.layouts import LAYOUTS
-
+# Layouts of raw images, a module each; read from the folder, so that a new one outdates no finished dataset.
+_READERS = [module.name for module in pkgutil.iter_modules([str(Path(__file__).with_name("sources"))])]
+LAYOUTS = tuple(sorted(set(_READERS) - {"base", "tars"}))  # these two are what the readers share
 SOURCES = ("auto", *LAYOUTS)
 CROPS = ("center", "squash", "random", "tiles")
 PROFILES = {"tf": ("fast", "truncate"), "accurate": ("accurate", "nearest")}  # DCT, rounding

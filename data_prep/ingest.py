@@ -18,11 +18,8 @@ import numpy as np
 import pyarrow as pa
 import ray.data
 
-from data_prep.order import draws, permutation
-from data_prep.parquet import Shard, open_dataset, pixel_column, pixels, pixels_of, read_shard
+from data_prep.parquet import Shard, open_dataset, permutation, pixel_column, pixels, pixels_of, read_shard
 from data_prep.ray_compat import Paced, set_num_cpus
-
-__all__ = ["collate", "draws", "train_stream"]
 
 _TASK_BYTES = 16_000_000  # of pixels that one read task returns, about
 _MAX_INPUT_BLOCKS = 2_000

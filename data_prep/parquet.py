@@ -1,4 +1,4 @@
-"""A data set on disk: what the columns mean, how a shard is written, how a finished data set is read.
+"""A data set on disk: its columns, how shards are written and read, and everything random about the order of rows.
 
     <data set>/res=<R>/bits=<B>/<split>-00000-of-00003.parquet    same rows in the same order for every R and B
     <data set>/quarantine.parquet                                 images that could not be used, with the reason
@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -304,6 +304,35 @@ def read_shard(uri: str, shard: Shard, *, row_group: int | None = None, columns:
         if row_group is None:
             return parquet.read(columns=columns, use_threads=False)
         return parquet.read_row_group(row_group, columns=columns, use_threads=False)
+
+
+# ---- order and draws -----------------------------------------------------------------------------------------------
+#
+# Pure functions of numbers and names: the same on every machine, in every process. Only NumPy's raw bit streams are
+# used, which are fixed for ever; its `permutation` and `integers` may change by version.
+
+
+def permutation(n: int, *entropy: int) -> np.ndarray:
+    """A permutation of range(n) as int64, decided by the numbers in `entropy` (each at least 0)."""
+    stream = np.random.PCG64(np.random.SeedSequence(list(entropy)))
+    return np.argsort(stream.random_raw(n), kind="stable")
+
+
+def draws(seed: int, keys: Sequence[str], epochs: Sequence[int], *, purpose: str, high: int) -> np.ndarray:
+    """One integer in [0, high) for each image of a batch, decided by (seed, key, epoch, purpose) alone.
+
+    The same image gets the same draw wherever it lies in a batch, on whichever worker. int64, (B,). `purpose` keeps
+    draws apart that must be independent (target_slice, flip). Multiplying 64 random bits by `high` and keeping the
+    upper part leaves a bias below high / 2**64.
+    """
+    if high < 1:
+        raise ValueError(f"high is {high}; it must be at least 1")
+    out = np.empty(len(keys), np.int64)
+    start = f"{seed}\0{purpose}\0".encode()
+    for i, (key, epoch) in enumerate(zip(keys, epochs, strict=True)):
+        word = hashlib.blake2b(start + f"{int(epoch)}\0{key}".encode(), digest_size=8).digest()
+        out[i] = (int.from_bytes(word, "little") * high) >> 64
+    return out
 
 
 # ---- Parquet files of others ---------------------------------------------------------------------------------------

@@ -18,14 +18,14 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
 from data_prep import images
 from data_prep.config import SPLITS, DataConfig
-from data_prep.order import permutation, rank_by_hash
+from data_prep.parquet import permutation
 from data_prep.sources.base import (
     ENCODED,
     MAPPINGS,
@@ -237,6 +237,12 @@ def split_photos(config: DataConfig, keys: list[str]) -> dict[str, list[str]]:
     ranked = rank_by_hash(keys, config.seed, "split")
     valid, rest = ranked[: config.num_valid_photos], ranked[config.num_valid_photos :]
     return {"train": rest[config.num_test_photos :], "valid": valid, "test": rest[: config.num_test_photos]}
+
+
+def rank_by_hash(names: Sequence[str], *entropy: object) -> list[str]:
+    """The names in an order that adding or removing one leaves unchanged for the others."""
+    start = "\0".join(map(str, entropy)) + "\0"
+    return sorted(names, key=lambda name: hashlib.blake2b((start + name).encode(), digest_size=16).digest())
 
 
 def _draw_valid(config: DataConfig, items: list[Item], split_of: dict[str, str]) -> dict[str, str]:

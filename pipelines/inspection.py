@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import textwrap
 
-from data_prep.card import counts
 from data_prep.files import UserError, join
 from data_prep.lock import Lock
 from data_prep.parquet import open_dataset
+from data_prep.verify import counts, verify
 from pipelines import pipeline
 from pipelines.config import ExperimentConfig
 from pipelines.dag import plan as planning
@@ -51,8 +51,6 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
 
 def verify_dataset(uri: str) -> int:
     """Checks every file, count and pixel of the dataset at a path or URI. Raises UserError where there is none."""
-    from data_prep.verify import verify
-
     try:
         manifest = open_dataset(uri).manifest
         with contextlib.closing(Display()) as display:

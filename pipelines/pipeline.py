@@ -50,11 +50,10 @@ INGEST_CPUS = 0.25  # a train node's read tasks, beside its workers
 # an entry needs care: what is missing here costs a rerun, what is wrong here skips one that is needed. The imports of
 # such a module do not count through it, but they do count if a node also reaches them in another way.
 NOT_SEMANTIC = {
-    "data_prep.card": "text about a finished dataset, logged to MLflow",
     "data_prep.files": "moves bytes as they are; checksums of all outputs are in _SUCCESS.json",
-    "data_prep.layouts": "names what can be read; the module that reads the recognised layout counts itself",
     "data_prep.lock": "keeps two writers out of one folder",
     "data_prep.ray_compat": "when Ray Data starts and rests, and where Ray keeps what it does not publish",
+    "data_prep.verify": "describes and checks a finished dataset",
     "pipelines.cluster": "starts or joins a Ray session",
     "pipelines.config": "a node's values, computed by these rules, are fingerprinted themselves",
     "pipelines.dag.masking": "hides secrets in what people read",

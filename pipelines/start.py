@@ -11,10 +11,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from data_prep import card
 from data_prep.files import Store, UserError, join, open_store
 from data_prep.lock import Lock, described, refusal_to_share
 from data_prep.parquet import open_dataset
+from data_prep.verify import counts
 from pipelines import cluster, pipeline, tracking
 from pipelines.config import SAMPLE_IMAGES, SCORE_IMAGES, ExperimentConfig, UserImages
 from pipelines.dag import plan as planning
@@ -142,7 +142,7 @@ def print_summary(report: running.RunReport, store: Store, *, mlflow: str) -> No
     console, uris = Console(), {name: node.uri for name, node in report.nodes.items() if node.uri is not None}
     if "evaluate" in uris:
         console.print(bits_table(json.loads(open_store(uris["evaluate"]).read_bytes("results.json"))))
-    lines = card.counts(open_dataset(join(uris["prepare_data"], "dataset")).manifest) if "prepare_data" in uris else []
+    lines = counts(open_dataset(join(uris["prepare_data"], "dataset")).manifest) if "prepare_data" in uris else []
     lines += [f"{what:<12} {where}" for what, where in {**publish(uris, store), "MLflow": mlflow}.items()]
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)

@@ -1,16 +1,15 @@
 """Where raw images are: finds the items of a source, in a fixed order, and counts the files that it skips.
 
-Each name in data_prep.layouts is a module of this package, one for each layout (data_prep.sources.
-base.Layout). They are imported when they are needed, by name.
+A layout is a module of this package with the names of data_prep.sources.base.Layout. Layouts are imported when they
+are needed, by name.
 """
 
 from __future__ import annotations
 
 import pathlib
 
-from data_prep.config import DataConfig
+from data_prep.config import LAYOUTS, DataConfig
 from data_prep.files import printable
-from data_prep.layouts import LAYOUTS
 from data_prep.sources.base import (
     IMAGE_SUFFIXES,
     Index,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from data_prep import card
 from data_prep.build import TooManyUnusable, build
 from data_prep.files import UserError, join
 from data_prep.parquet import Manifest
 from data_prep.sources import Unplannable, UnusableSource
+from data_prep.verify import readme
 from pipelines.config import PrepareDataNodeConfig
 from pipelines.dag.node import NodeContext, NodeResult
 
@@ -33,7 +33,7 @@ def run(context: NodeContext[PrepareDataNodeConfig]) -> NodeResult:
     metrics = _metrics(manifest)
     with context.run.open() as run:
         run.log_text(manifest.to_json(), "manifest.json")
-        run.log_text(card.text(manifest), "dataset.md")
+        run.log_text(readme(manifest), "dataset.md")
         run.log_metrics(metrics)
     digests = {join(FOLDER, shard.path): shard.sha256 for shard in manifest.shards}
     return NodeResult(outputs={"dataset": FOLDER}, metrics=metrics, sha256=digests)

@@ -31,8 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from data_prep import ray_compat
 from data_prep.files import Store, UserError, join, open_store
 from data_prep.ingest import collate, train_stream
-from data_prep.order import draws
-from data_prep.parquet import open_dataset
+from data_prep.parquet import draws, open_dataset
 from pipelines.config import TrainNodeConfig
 from pipelines.dag.node import NodeContext, NodeResult
 from pipelines.nodes.memory import device_name, free_memory, halved, largest_that_fits, naming

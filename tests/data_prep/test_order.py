@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from data_prep.order import draws, permutation, rank_by_hash
+from data_prep.parquet import draws, permutation
+from data_prep.plan import rank_by_hash
 
 
 def test_values_are_fixed_for_ever():

@@ -22,8 +22,7 @@ from PIL import Image
 from data_prep import images, sources
 from data_prep.build import write_shard
 from data_prep.config import DataConfig
-from data_prep.order import draws
-from data_prep.parquet import QUARANTINE_SCHEMA
+from data_prep.parquet import QUARANTINE_SCHEMA, draws
 from data_prep.plan import content_of, make_plan, num_duplicates
 
 

@@ -110,7 +110,7 @@ def test_what_may_be_two_sources_is_refused_with_both_names(tmp_path: pathlib.Pa
     make_photos(tmp_path / "train" / "n01440764", 1)
     (tmp_path / "data_batch_1.bin").write_bytes(b"x")
     with pytest.raises(
-        ValueError, match=r"may be ilsvrc_folder \(it has train/n0.*; cifar10 \(it has data_batch_1.bin"
+        ValueError, match=r"may be cifar10 \(it has data_batch_1.bin.*; ilsvrc_folder \(it has train/n0"
     ):
         sources.find(config(tmp_path))
     (tmp_path / "data_batch_1.bin").unlink()
