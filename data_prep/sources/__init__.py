@@ -61,7 +61,7 @@ def find(config: DataConfig) -> Source:
     name, used, why = _recognise(listing, config)
     found = layout(name).index(listing, config)
     _check_labels(found)
-    skipped = listing.num_hidden + found.num_skipped
+    skipped = listing.num_hidden + len(listing.files) - len(used) + found.num_skipped
     return Source(
         name=name,
         why=why,

@@ -119,7 +119,7 @@ class Index:
     items: list[Item] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     side: int | None = None  # pixels, where the images are finished ones that must not be resized
-    num_skipped: int = 0  # files and archive members that are not data: read-me files, label lists
+    num_skipped: int = 0  # of the layout's files and their members those that are no data of its own
 
     def reject(self, item: Item, reason: str, message: str) -> None:
         self.rejected.append(Rejected(item, reason, message))

@@ -75,14 +75,13 @@ def _index_files(listing: Listing, config: DataConfig) -> Index:
             continue
         seen[number] = file.path
         found.items.append(item)
-    found.num_skipped = len(listing.files) - len(found.items) - len(found.rejected)
     return found
 
 
 def _index_records(listing: Listing, config: DataConfig, matches: dict[str, re.Match]) -> Index:
     sides = {path: 1 << int(match["log2"]) for path, match in matches.items()}
     side = choose_side(sides, config, source="celebahq")
-    found = Index(num_skipped=len(listing.files) - len(matches))
+    found = Index()
     paths = [path for path in sorted(matches) if sides[path] == side]
     check_series(path.rpartition(".")[0] for path in paths)
     number = {"train": 0, "test": 0, None: 0}

@@ -45,7 +45,7 @@ def index(listing: Listing, config: DataConfig) -> Index:
     files = list(used(listing, config))
     if files and files[0].path.endswith(".parquet"):
         return hf_parquet.index(listing, config)
-    found = Index(num_skipped=len(listing.files) - len(files))
+    found = Index()
     for file in files:
         match = _BATCH.search(file.path)
         if match is None:

@@ -21,6 +21,4 @@ def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
 
 
 def index(listing: Listing, config: DataConfig) -> Index:
-    found = Index(items=[Item(file.path, file.path, file.size) for file in used(listing, config)])
-    found.num_skipped = len(listing.files) - len(found.items)
-    return found
+    return Index([Item(file.path, file.path, file.size) for file in used(listing, config)])

@@ -7,6 +7,7 @@ the test split and the unlabelled test images are left out.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pyarrow as pa
@@ -28,10 +29,10 @@ def recognise(listing: Listing, config: DataConfig, *, column: str = "image") ->
     if first is None:
         return None
     try:
-        with listing.open(first.path) as stream:
+        with _damage_named(first.path), listing.open(first.path) as stream:
             found = image_column(_open(stream, first.path).schema_arrow)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        if is_transient(error):
+    except UnusableSource as error:
+        if error.reason != "corrupt_source_file":
             raise
         return f"it has {first.path}" if column == "image" else None  # damaged: said when it is read
     return f"{first.path} has the column {column}" if found == column else None
@@ -44,20 +45,14 @@ def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
 def index(listing: Listing, config: DataConfig) -> Index:
     found = Index()
     paths = [file.path for file in used(listing, config)]
-    found.num_skipped = len(listing.files) - len(paths)
     check_series(paths)
     for path in paths:
         split = split_of(path, config)
         if split == UNUSED:
             found.num_skipped += 1
             continue
-        try:
-            with listing.open(path) as stream, _open(stream, path) as file:
-                _add_rows(found, file, path, split)
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            if is_transient(error):
-                raise
-            raise UnusableSource("corrupt_source_file", f"{path}: {' '.join(str(error).split())}") from None
+        with _damage_named(path), listing.open(path) as stream, _open(stream, path) as file:
+            _add_rows(found, file, path, split)
     return found
 
 
@@ -79,14 +74,20 @@ def _add_rows(found: Index, file: pq.ParquetFile, path: str, split: str | None) 
 
 def read_block(stream: pa.NativeFile, item: Item) -> pa.ChunkedArray:
     """The image column of the item's row group."""
-    try:
+    with _damage_named(f"{item.path}: row group {item.block}"):  # its pages: the index reads none of this column
         file = _open(stream, item.path)
         return file.read_row_group(item.block, [image_column(file.schema_arrow)]).column(0)
-    except (pa.ArrowException, OSError) as error:  # damaged pages: the index reads none of this column
+
+
+@contextlib.contextmanager
+def _damage_named(where: str) -> Iterator[None]:
+    """Raises UnusableSource for Arrow's errors about damaged files; those of the storage pass."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if is_transient(error):
             raise
-        message = f"{item.path}: row group {item.block}: {' '.join(str(error).split())}"
-        raise UnusableSource("corrupt_source_file", message) from None
+        raise UnusableSource("corrupt_source_file", f"{where}: {' '.join(str(error).split())}") from None
 
 
 def _open(stream: pa.NativeFile, path: str) -> pq.ParquetFile:

@@ -47,11 +47,9 @@ def index(listing: Listing, config: DataConfig) -> Index:
     found, top = Index(), _top(listing)
     train: list[tuple[str, SourceFile]] = []  # name below the top folder, and its file
     val: list[tuple[str, SourceFile]] = []
-    for file in listing.files:
-        name = file.path.removeprefix(top)
-        if not is_image_name(name) or not (file.path.startswith(top) and name.startswith(("train/", "val/"))):
-            found.num_skipped += not is_label_file(file.path)
-        else:
+    for file in used(listing, config):
+        if not is_label_file(file.path):
+            name = file.path.removeprefix(top)
             (train if name.startswith("train/") else val).append((name, file))
     number = class_numbers({name.split("/")[1] for name, _ in train if name.count("/") == 2})
     flat = [name.split("/")[1] for name, _ in val if name.count("/") == 1]

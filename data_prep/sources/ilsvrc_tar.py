@@ -39,7 +39,6 @@ def index(listing: Listing, config: DataConfig) -> Index:
     for file in listing.files:
         split = _split(file.path)
         if split is None:
-            found.num_skipped += not is_label_file(file.path)
             continue
         with listing.open(file.path) as stream:
             cut = config.allow_truncated_archive

@@ -44,7 +44,6 @@ def index(listing: Listing, config: DataConfig) -> Index:
             batches[file.path] = read_batch(stream, path=file.path)
     sides = {path: batch.side for path, batch in batches.items()}
     found = Index(side=choose_side(sides, config, source="imagenet_box"))
-    found.num_skipped = len(listing.files) - len(batches)
     for path, batch in batches.items():
         if batch.side != found.side:
             continue

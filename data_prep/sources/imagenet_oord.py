@@ -46,7 +46,6 @@ def index(listing: Listing, config: DataConfig) -> Index:
                 key = _key(match["split"], member.name)
                 item = Item(key, path, member.size, offset=member.offset, split=_SPLITS[match["split"]])
                 add_member(found, member, item, seen=seen)
-    found.num_skipped += len(listing.files) - len(matches)
     return found
 
 

@@ -83,7 +83,6 @@ def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
 def index(listing: Listing, config: DataConfig) -> Index:
     found, samples = Index(), []
     paths = [file.path for file in used(listing, config)]
-    found.num_skipped = len(listing.files) - len(paths)
     check_series(path.removesuffix(".tar") for path in paths)
     for path in paths:
         split = split_of(path, config)
