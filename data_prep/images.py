@@ -59,17 +59,21 @@ _UPRIGHT = {
 }
 
 
-class UnusableImage(Exception):
-    """An image that must go to quarantine. `reason` is a stable code, `message` is for people."""
+class Unusable(Exception):
+    """What must not be used. `reason` is a stable code, `message` is for people."""
 
     def __init__(self, reason: str, message: str) -> None:
-        message = printable(message)
+        message = printable(message)  # it may hold names from files
         super().__init__(f"{reason}: {message}")
         self.reason = reason
         self.message = message
 
     def __reduce__(self) -> tuple:
-        return UnusableImage, (self.reason, self.message)
+        return type(self), (self.reason, self.message)
+
+
+class UnusableImage(Unusable):
+    """An image that must go to quarantine."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import base64
 import hashlib
 import json
 import re
-import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -342,8 +341,8 @@ def draws(seed: int, keys: Sequence[str], epochs: Sequence[int], *, purpose: str
 # its own in the footer's entry ARROW:schema, an IPC message in base64.
 
 _EXTENSION = b"ARROW:extension:name"
+_RENAMED = b"arrow_extension_name"  # of the same length
 _MAX_FOOTER_BYTES = 1 << 28
-_MAX_FIELDS = 10_000  # looked at to name a column
 
 
 class UnsafeTable(ValueError):
@@ -381,51 +380,24 @@ def _in_base64(text: bytes) -> Iterator[bytes]:
 
 
 def _extension_column(footer: bytes) -> str | None:
-    """The path of the first extension column, None where the schema cannot be followed."""
+    """The path of the first extension column, None where the schema cannot be followed.
+
+    With the entry that names extensions renamed, Arrow's own reader makes plain types of the schema.
+    """
     for match in re.finditer(rb"ARROW:schema\x18[\x80-\xff]*[\x00-\x7f]([A-Za-z0-9+/]+=*)", footer):
         try:
-            message = base64.b64decode(match[1] + b"=" * (-len(match[1]) % 4))
-            path = next(_extension_paths(message[8 if message[:4] == b"\xff" * 4 else 4 :]), None)
-        except (ValueError, IndexError, struct.error):
+            message = base64.b64decode(match[1] + b"=" * (-len(match[1]) % 4)).replace(_EXTENSION, _RENAMED)
+            path = next(_extension_paths(pa.ipc.read_schema(pa.py_buffer(message)), ""), None)
+        except (ValueError, OSError, pa.ArrowException):
             continue
         if path is not None:
             return path
     return None
 
 
-def _extension_paths(buffer: bytes) -> Iterator[str]:
-    """Paths of extension columns in an IPC schema (Message.header 2, Schema.fields 1, Field.name 0, children 5,
-    custom_metadata 6, KeyValue.key 0). Read by hand from the flatbuffer, as Arrow's own reader would make the types."""
-
-    def number(kind: str, at: int) -> int:
-        return struct.unpack_from(f"<{kind}", buffer, at)[0]
-
-    def follow(at: int) -> int:
-        return at + number("I", at)
-
-    def slot(table: int, index: int) -> int | None:
-        """Where the table's value is, and what it refers to."""
-        layout = table - number("i", table)
-        offset = number("H", layout + 4 + 2 * index) if 4 + 2 * index < number("H", layout) else 0
-        return follow(table + offset) if offset else None
-
-    def tables(vector: int | None) -> Iterator[int]:
-        for i in range(number("I", vector) if vector is not None else 0):
-            yield follow((vector or 0) + 4 + 4 * i)
-
-    def text(at: int | None) -> bytes:
-        return b"" if at is None else buffer[at + 4 : at + 4 + number("I", at)]
-
-    def walk(field: int, above: str) -> Iterator[str]:
-        if next(left, None) is None:
-            return
-        path = above + text(slot(field, 0)).decode(errors="replace")
-        if any(text(slot(pair, 0)) == _EXTENSION for pair in tables(slot(field, 6))):
-            yield path
-        for child in tables(slot(field, 5)):
-            yield from walk(child, f"{path}.")
-
-    left = iter(range(_MAX_FIELDS))
-    schema = slot(follow(0), 2)
-    for field in tables(slot(schema, 1) if schema is not None else None):
-        yield from walk(field, "")
+def _extension_paths(fields: Iterable[pa.Field], above: str) -> Iterator[str]:
+    for field in fields:
+        if _RENAMED in (field.metadata or {}):
+            yield above + field.name
+        children = [field.type.field(i) for i in range(field.type.num_fields)]
+        yield from _extension_paths(children, f"{above}{field.name}.")

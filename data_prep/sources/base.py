@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from data_prep.config import DataConfig
 from data_prep.files import Store, UserError, is_transient, open_store, parent, printable
-from data_prep.images import UnusableImage
+from data_prep.images import Unusable, UnusableImage
 
 ENCODED, HWC, CHW = "encoded", "hwc", "chw"  # an image file; raw uint8 of a square, interleaved or in planes
 UNUSED = "unused"  # a split that the data set does not have
@@ -37,17 +37,8 @@ _WORDS |= {"test": "test", "testing": "test"}
 _SERIES = re.compile(r"^(?P<series>.*)-(?P<index>\d+)-of-(?P<count>\d+)(?P<rest>[^/]*)$")
 
 
-class UnusableSource(ValueError):
-    """A source that must not be built from: damaged archives, wrong counts, unsafe files. `reason` is a stable code."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        message = printable(message)  # it may hold names from files
-        super().__init__(f"{reason}: {message}")
-        self.reason = reason
-        self.message = message
-
-    def __reduce__(self) -> tuple:
-        return UnusableSource, (self.reason, self.message)
+class UnusableSource(Unusable, ValueError):
+    """A source that must not be built from: damaged archives, wrong counts, unsafe files."""
 
 
 class Unplannable(ValueError):
