@@ -67,16 +67,10 @@ def joins() -> bool:
     return in_ray_job() or os.environ.get("RAY_ADDRESS", "") not in ("", "local")
 
 
-def connect(
-    *,
-    num_cpus: float | None = None,
-    num_gpus: float | None = None,
-    python_path: tuple[Path, ...] = (ROOT,),
-) -> ClusterInfo:
+def connect(*, num_cpus: float | None = None, num_gpus: float | None = None) -> ClusterInfo:
     """Joins the job's or $RAY_ADDRESS's cluster, else starts an embedded session. Call it once, before ray is used.
 
     num_cpus, num_gpus: of an embedded session only; None lets Ray count.
-    python_path: folders that tasks import from.
     Raises UserError when the cluster at $RAY_ADDRESS does not answer.
     """
     for key, value in _EVERYWHERE.items():
@@ -84,7 +78,7 @@ def connect(
     os.environ.setdefault("SPN_GIT_COMMIT", git_commit())
     if joins():
         _check_answers(os.environ.get("RAY_ADDRESS", ""))
-        _join(python_path)
+        _join()
         import ray
 
         return ClusterInfo("job" if in_ray_job() else "cluster", dict(ray.cluster_resources()))
@@ -92,7 +86,7 @@ def connect(
     os.environ.pop("RAY_ADDRESS", None)
     os.environ.update(_EMBEDDED)
     os.environ.setdefault("RAY_TMPDIR", str(_private_folder()))
-    paths = [str(path) for path in python_path] + os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
     import ray
 
@@ -138,14 +132,14 @@ def _check_answers(address: str) -> None:
         raise UserError(f"no Ray cluster answers at {address} (RAY_ADDRESS): {error}") from error
 
 
-def _join(python_path: tuple[Path, ...]) -> None:
+def _join() -> None:
     import ray
 
     job = json.loads(os.environ.get(_JOB_CONFIG, "{}")).get("runtime_env") or {}
     theirs = job.get("env_vars") or {}
     ours = {key: os.environ[key] for key in (*_EVERYWHERE, "SPN_GIT_COMMIT")}
     if "working_dir" not in job:  # with one, Ray puts its copy on every worker's path itself
-        ours["PYTHONPATH"] = os.pathsep.join(str(path) for path in python_path)
+        ours["PYTHONPATH"] = str(ROOT)
     # Ray refuses a variable that the job sets too; the job's own value stands.
     env_vars = {key: value for key, value in ours.items() if key not in theirs}
     try:

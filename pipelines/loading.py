@@ -1,4 +1,4 @@
-"""Load and print configurations: defaults < file (for all stages < for a kind < for a stage) < command line (likewise).
+"""Load and print configurations: defaults < file (all stages < a kind of stage < one stage) < command line (likewise).
 
 Each layer is merged into typed dataclasses by OmegaConf, which only this file imports. The sections per stage and per
 node are resolved here, once. A mistake is one line: what, where it was set, and the nearest valid name.

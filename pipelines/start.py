@@ -202,9 +202,17 @@ def run_folder(config: ExperimentConfig) -> Store:
 
 
 def check_run_folder(store: Store, *, name: str) -> None:
-    """Raises UserError when the run folder was made by a config of another name."""
-    owner = run_folder_owner(store)
-    if owner is not None and owner != name:
+    """Raises UserError when the run folder was made by a config of another name, or is none."""
+    try:
+        content = yaml.safe_load(store.read_bytes(MARKER))
+    except FileNotFoundError:  # a new one
+        return
+    except (yaml.YAMLError, UnicodeDecodeError):
+        content = None
+    owner = content.get("name") if isinstance(content, dict) else None
+    if not isinstance(owner, str):
+        raise UserError(f"{store.uri_of(MARKER)} has no config name: {store.uri} does not look like a run folder")
+    if owner != name:
         raise UserError(f"{store.uri} is the run folder of config {owner!r}, not of {name!r}; choose another storage")
 
 
@@ -212,20 +220,7 @@ def claim_run_folder(store: Store, *, name: str, config_yaml: str) -> None:
     """Checks the run folder's owner and writes its config.yaml, which must hold `name`."""
     check_run_folder(store, name=name)
     store.write_text(MARKER, config_yaml)
-    assert run_folder_owner(store) == name, f"{MARKER} must hold name: {name}"
-
-
-def run_folder_owner(store: Store) -> str | None:
-    """The config name that a run folder belongs to, None for a new one. Raises UserError if config.yaml is not ours."""
-    try:
-        content = yaml.safe_load(store.read_bytes(MARKER))
-    except FileNotFoundError:
-        return None
-    except (yaml.YAMLError, UnicodeDecodeError):
-        content = None
-    if not isinstance(content, dict) or not isinstance(content.get("name"), str):
-        raise UserError(f"{store.uri_of(MARKER)} has no config name: {store.uri} does not look like a run folder")
-    return content["name"]
+    check_run_folder(store, name=name)
 
 
 @contextlib.contextmanager

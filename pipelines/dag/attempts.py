@@ -10,7 +10,7 @@ import fnmatch
 import json
 import posixpath
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -147,6 +147,11 @@ def problems(store: Store, success: Success) -> list[str]:
         elif present[path] != expected["bytes"]:
             wrong.append(f"{relative} has {present[path]} bytes instead of {expected['bytes']}")
     return wrong
+
+
+def intact(store: Store, past: Iterable[Attempt]) -> Iterator[Success]:
+    """Outputs of these attempts that are finished and whole, in their order."""
+    return (a.success for a in past if a.success is not None and not problems(store, a.success))
 
 
 def measure(store: Store, folder: str, named: Mapping[str, str], known: Mapping[str, str]) -> dict[str, dict[str, Any]]:

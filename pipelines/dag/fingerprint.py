@@ -137,7 +137,7 @@ def code_hash(parts: Mapping[str, Any]) -> str:
 
 
 def explain(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """What changed between two sets of ingredients, in words; "" when nothing did."""
+    """What changed between two sets of ingredients, in words."""
     reasons = []
     if old.get("schema") != new["schema"]:
         reasons.append("fingerprint rules changed")
@@ -159,7 +159,7 @@ def explain(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
         reasons.append(f"no longer reads {_some(fewer)}")
     if old.get("source", "") != new["source"]:
         reasons.append("source files changed")
-    return "; ".join(reasons)
+    return "; ".join(reasons) or "nothing that can be named"
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -75,7 +75,6 @@ class NodeContext(Generic[ConfigT]):
     out: str  # absolute path or URI of the attempt's folder, which exists if local
     run: Any  # a RunHandle, with whatever else node functions log through
     progress: Reporter
-    fresh: bool  # False: continues an unfinished attempt, whose files are still in `out`
     restarts: int = 0  # how often it was started before under the same fingerprint without finishing
 
 

@@ -123,14 +123,13 @@ def decide(node: Node, upstream: Mapping[str, Success], plan: Plan) -> Decision:
         "known_attempts": tuple(a.attempt for a in past),
     }
     here = [attempt for attempt in past if attempt.fingerprint == name]
-    current, damage = _current(store, here)
     if node.name in plan.rerun:
         return Decision(node, RUN, f"requested by {plan.rerun[node.name]}", **facts)
-    if current is not None:
+    if current := next(attempts.intact(store, here), None):
         return Decision(node, SKIP, _up_to_date(current, upstream), success=current, **facts)
     if node.name in plan.keep:
         kept = _newest(store, past, node)
-        change = fingerprint.explain(kept.ingredients, parts) or "nothing that can be named"
+        change = fingerprint.explain(kept.ingredients, parts)
         return Decision(node, KEEP, f"attempt {kept.attempt} by --keep, in spite of: {change}", success=kept, **facts)
     unfinished = next((a for a in here if a.success is None and not a.damage), None)
     if unfinished is not None:
@@ -138,7 +137,7 @@ def decide(node: Node, upstream: Mapping[str, Success], plan: Plan) -> Decision:
         reason = f"attempt {unfinished.attempt} {what}; {'continues it' if node.resumable else 'starts over'}"
         continued = unfinished.attempt if node.resumable else None
         return Decision(node, RUN, reason, attempt=continued, follows=unfinished.attempt, **facts)
-    return Decision(node, RUN, damage or _why_new(past, parts), **facts)
+    return Decision(node, RUN, _damage(store, here) or _why_new(past, parts), **facts)
 
 
 def _before_upstream(node: Node, known: Mapping[str, Success], unknown: Sequence[str], plan: Plan) -> Decision:
@@ -180,24 +179,18 @@ def _up_to_date(current: Success, upstream: Mapping[str, Success]) -> str:
     return reason
 
 
-def _current(store: Store, here: list[Attempt]) -> tuple[Success | None, str]:
-    """Newest intact attempt of one fingerprint; else None and what is wrong with the newest finished one."""
-    damage = ""
+def _damage(store: Store, here: list[Attempt]) -> str:
+    """What is wrong with the newest finished attempt of one fingerprint, none of which is intact; "" without one."""
     for attempt in here:
-        wrong = [attempt.damage] if attempt.damage else []
-        if attempt.success is not None:
-            wrong = attempts.problems(store, attempt.success)
-            if not wrong:
-                return attempt.success, ""
-        if wrong and not damage:
-            damage = f"output of attempt {attempt.attempt} is damaged: {wrong[0]}"
-    return None, damage
+        wrong = [attempt.damage] if attempt.damage else attempt.success and attempts.problems(store, attempt.success)
+        if wrong:
+            return f"output of attempt {attempt.attempt} is damaged: {wrong[0]}"
+    return ""
 
 
 def _newest(store: Store, past: list[Attempt], node: Node) -> Success:
-    for attempt in past:
-        if attempt.success is not None and not attempts.problems(store, attempt.success):
-            return attempt.success
+    for success in attempts.intact(store, past):
+        return success
     raise UserError(f"--keep {node.name}: it has no finished output that could be kept")
 
 
@@ -205,7 +198,7 @@ def _why_new(past: list[Attempt], parts: Mapping[str, Any]) -> str:
     latest = next((a for a in past if a.success is not None), None) or next((a for a in past if a.ingredients), None)
     if latest is None:
         return "no output yet"
-    return fingerprint.explain(latest.ingredients, parts) or "nothing that can be named"
+    return fingerprint.explain(latest.ingredients, parts)
 
 
 def _not_selected(decision: Decision) -> Decision:

@@ -28,7 +28,6 @@ class Update:
     total: float
     unit: str = "images"
     note: str = ""
-    rate: str = ""  # shown instead of units per second, e.g. "31.2 slices/s"
 
 
 class Reporter:
@@ -42,14 +41,14 @@ class Reporter:
         """A reporter for one part of the node's work: the parts are shown as one sum."""
         return Reporter(self.node, self.hub, name=name)
 
-    def update(self, done: float, total: float, *, unit: str = "images", note: str = "", rate: str = "") -> None:
+    def update(self, done: float, total: float, *, unit: str = "images", note: str = "") -> None:
         """Says that `done` of `total` units are done. The last one (done >= total) is always sent."""
         now = time.monotonic()
         if self.hub is None or (now - self._last < SEND_SEC and done < total):
             return
         self._last = now
         try:
-            self.hub.update.remote(self.node, Update(done, total, unit, note, rate), self.name)
+            self.hub.update.remote(self.node, Update(done, total, unit, note), self.name)
         except Exception:  # the actor is gone: the work continues without a display
             self.hub = None
 
@@ -166,8 +165,8 @@ def numbers(task: Task) -> str:
     """E.g. "120/400 steps  31.2 slices/s  0:42 left  valid 1.83"; speed and time left are rich's."""
     update: Update = task.fields["update"]
     parts = [f"{_count(update.done)}/{_count(update.total)} {update.unit}"]
-    if update.rate or task.speed:
-        parts.append(update.rate or f"{_rate(task.speed or 0.0)} {update.unit}/s")
+    if task.speed:
+        parts.append(f"{_rate(task.speed)} {update.unit}/s")
     if task.time_remaining and not task.finished:
         parts.append(f"{clock(task.time_remaining)} left")
     return "  ".join([*parts, update.note] if update.note else parts)

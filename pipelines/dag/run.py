@@ -42,10 +42,8 @@ class NodeReport:
     """How one node ended. Plain values."""
 
     state: str  # executed | skipped | failed | blocked | not selected
-    attempt: str | None = None
     uri: str | None = None  # of the attempt's folder
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    mlflow_run_id: str | None = None  # of the run that made the output
+    success: Success | None = None  # its output
     error: str = ""  # failed: one line; blocked: which input is missing
     is_user_error: bool = False  # failed because of the user's data or configuration, as `error` says
 
@@ -130,7 +128,6 @@ class _Engine:
     decided: dict[str, Decision] = field(default_factory=dict)  # once what they read is known
     handles: dict[str, RunHandle] = field(default_factory=dict)
     reports: dict[str, NodeReport] = field(default_factory=dict)
-    made: dict[str, Success] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         import ray
@@ -158,6 +155,11 @@ class _Engine:
                 time.sleep(_POLL_SEC)
             self.display.show({name: update for name, update in self.hub.poll().items() if name in self._active()})
         return RunReport({name: self.reports[name] for name in self.plan.names})
+
+    @property
+    def made(self) -> dict[str, Success]:
+        """Outputs that are there."""
+        return {name: report.success for name, report in self.reports.items() if report.success is not None}
 
     def cancel(self) -> None:
         """Ends all tasks: first asks them to, then kills their processes with all that they started."""
@@ -272,7 +274,6 @@ class _Engine:
             out=store.uri_of(folder),
             run=handle,
             progress=self.hub.reporter(node.name),
-            fresh=decision.attempt is None,
             restarts=len(starts),
         )
         upstream = {need: self.made[need].attempt for need in node.needs}
@@ -299,14 +300,8 @@ class _Engine:
             self._retry_later(running, outcome.error)
         else:
             self.tracker.finish(running.handle, "FAILED")
-            self.reports[node.name] = NodeReport(
-                state=FAILED,
-                attempt=running.attempt,
-                uri=store.uri_of(folder),
-                mlflow_run_id=running.handle.run_id,
-                error=outcome.error,
-                is_user_error=outcome.is_user_error,
-            )
+            report = NodeReport(FAILED, store.uri_of(folder), None, outcome.error, outcome.is_user_error)
+            self.reports[node.name] = report
             self.display.line(f"[{node.name}] FAILED after {clock(seconds)}: {outcome.error}")
             self.display.line(f"[{node.name}] see {store.uri_of(posixpath.join(folder, attempts.ERROR))}")
 
@@ -338,7 +333,7 @@ class _Engine:
     def _keep(self, decision: Decision) -> None:
         assert decision.success is not None and decision.fingerprint and decision.ingredients is not None
         parts = decision.ingredients
-        why = fingerprint.explain(decision.success.ingredients, parts) or "nothing that can be named"
+        why = fingerprint.explain(decision.success.ingredients, parts)
         record = adopt(self.plan.store, decision.success, fingerprint=decision.fingerprint, ingredients=parts, why=why)
         self._reuse(replace(decision, success=record))
 
@@ -352,12 +347,8 @@ class _Engine:
         self._finish(decision.node.name, success, SKIPPED)
 
     def _finish(self, name: str, success: Success | None, state: str) -> None:
-        if success is None:
-            self.reports[name] = NodeReport(state)
-            return
-        self.made[name] = success
-        uri = self.plan.store.uri_of(success.folder)
-        self.reports[name] = NodeReport(state, success.attempt, uri, success.metrics, success.mlflow_run_id)
+        uri = None if success is None else self.plan.store.uri_of(success.folder)
+        self.reports[name] = NodeReport(state, uri, success)
 
     def _tags(self, decision: Decision, attempt: str) -> dict[str, str]:
         return {

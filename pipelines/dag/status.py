@@ -134,8 +134,7 @@ def _kept(plan: Plan, past: Mapping[str, list[Attempt]]) -> set[str]:
         queue += [(decision.node.name, attempt) for attempt in used if attempt is not None]
     for node, found in past.items():
         queue += [(node, attempt.attempt) for attempt in found[:1]]
-        intact = (a for a in found if a.success is not None and not attempts.problems(plan.store, a.success))
-        queue += [(node, attempt.attempt) for attempt in itertools.islice(intact, 1)]
+        queue += [(node, success.attempt) for success in itertools.islice(attempts.intact(plan.store, found), 1)]
     kept: set[str] = set()
     seen: set[tuple[str, str]] = set()
     while queue:

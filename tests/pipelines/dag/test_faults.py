@@ -26,7 +26,6 @@ pytestmark = pytest.mark.faults
 
 OUT_OF_MEMORY = """
 import os, sys
-from pathlib import Path
 os.environ["RAY_memory_usage_threshold"] = "0"  # Ray's monitor finds the machine out of memory whatever is used
 from data_prep import files as storage
 from pipelines import cluster
@@ -36,16 +35,16 @@ from pipelines.dag.run import run
 from toy.diamond import decided
 from toy.nodes import Toy
 from toy.silent import SilentTracker
-session = cluster.connect(num_cpus=1, python_path=(Path(sys.argv[1]),))
-node = Node("a", "toy.nodes:wait_for_ever", config=Toy(place=sys.argv[2]), max_failures=1)
-plan = decided(storage.open_store(sys.argv[2]), [node])
+session = cluster.connect(num_cpus=1)
+node = Node("a", "toy.nodes:wait_for_ever", config=Toy(place=sys.argv[1]), max_failures=1)
+plan = decided(storage.open_store(sys.argv[1]), [node])
 report = run(plan, tracker=SilentTracker(), display=Display(), capacity=session.capacity)
 print("END", report.nodes["a"].state, report.nodes["a"].error)
 """
 
 
 def test_a_node_killed_for_running_out_of_memory_is_retried(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", OUT_OF_MEMORY, str(TOYS), str(tmp_path)]
+    command = [sys.executable, "-c", OUT_OF_MEMORY, str(tmp_path)]
     done = subprocess.run(
         command,
         env=training.environment(PYTHONPATH=f"{training.ROOT}:{TOYS}"),

@@ -102,11 +102,11 @@ def test_a_line_has_place_rate_time_left_and_note() -> None:
     updates = [
         Update(100, 400, "steps"),
         Update(120, 400, "steps"),
-        Update(140, 400, "steps", "valid 1.83", "7 slices/s"),
+        Update(140, 400, "steps", "valid 1.83"),
     ]
     first, second, third = shown(updates, every_sec=5)
     assert (first, second) == ("[a] 100/400 steps", "[a] 120/400 steps  4.0 steps/s  1:10 left")
-    assert third == "[a] 140/400 steps  7 slices/s  1:05 left  valid 1.83"
+    assert third == "[a] 140/400 steps  4.0 steps/s  1:05 left  valid 1.83"
 
 
 def test_clock() -> None:

@@ -86,16 +86,20 @@ def states(report: RunReport) -> dict[str, str]:
     return {name: entry.state for name, entry in report.nodes.items()}
 
 
+def attempt(report: RunReport, name: str) -> str:
+    return Path(report.nodes[name].uri or "").name
+
+
 def test_nodes_run_in_order_and_hand_over_paths(store: Store) -> None:
     nodes = [node("a"), node("b", needs=["a"], cost={"CPU": 1}), node("c", needs=["a", "b"])]
     report, lines = go(store, nodes)
     assert report.ok and set(states(report).values()) == {"executed"}
     assert Path(report.nodes["c"].uri or "", "value.txt").read_text() == "c(a(),b(a()))"
-    assert report.nodes["c"].metrics == {"value": 2.0, "length": 2.0}
+    assert report.nodes["c"].success.metrics == {"value": 2.0, "length": 2.0}
     assert "[a] starts: no output yet" in lines and "[b] starts: because a runs" in lines
     again, lines = go(store, nodes)
     assert set(states(again).values()) == {"skipped"}
-    assert {n: e.attempt for n, e in again.nodes.items()} == {n: e.attempt for n, e in report.nodes.items()}
+    assert {n: attempt(again, n) for n in "abc"} == {n: attempt(report, n) for n in "abc"}
 
 
 def test_an_attempt_keeps_its_log_and_lists_its_outputs_with_checksums(store: Store) -> None:
@@ -161,7 +165,7 @@ def test_a_users_mistake_inside_a_node_is_its_one_line(store: Store) -> None:
 def test_every_node_has_a_process_of_its_own(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "MAX_CALLS", 1)
     report, _ = go(store, [node("a", "pid"), node("b", "pid", ["a"])])
-    assert report.nodes["a"].metrics["pid"] != report.nodes["b"].metrics["pid"]
+    assert report.nodes["a"].success.metrics["pid"] != report.nodes["b"].success.metrics["pid"]
 
 
 @pytest.mark.faults
@@ -179,7 +183,7 @@ def test_a_killed_node_resumes_in_its_attempt_or_starts_over_in_a_new_one(store:
     nodes = [node(name, "die_once", max_failures=3, resumable=name == "resumes") for name in ("resumes", "starts_over")]
     report, _ = go(store, nodes)
     assert report.ok
-    assert [report.nodes[name].metrics["restarts"] for name in ("resumes", "starts_over")] == [1, 1]
+    assert [report.nodes[name].success.metrics["restarts"] for name in ("resumes", "starts_over")] == [1, 1]
     assert len(attempts.history(store, "resumes")) == 1 and len(attempts.history(store, "starts_over")) == 2
 
 
@@ -204,14 +208,14 @@ def test_an_unfinished_resumable_attempt_resumes_in_place(store: Store, flag: Pa
     failed, _ = go(store, nodes)
     flag.unlink()
     report, lines = go(store, nodes)
-    assert report.nodes["a"].attempt == failed.nodes["a"].attempt
+    assert attempt(report, "a") == attempt(failed, "a")
     folder = Path(report.nodes["a"].uri or "")
     assert [(folder / f"step{i}.txt").read_text() for i in range(3)] == ["True", "True", "False"]
     assert not (folder / "error.txt").exists()
     assert (folder / "log.txt").read_text().count(" start") == 2
     assert any("continues it" in line for line in lines)
     again, _ = go(store, nodes, rerun=["a"])
-    assert again.nodes["a"].attempt != report.nodes["a"].attempt
+    assert attempt(again, "a") != attempt(report, "a")
     assert Path(again.nodes["a"].uri or "", "step2.txt").read_text() == "True"
 
 
@@ -226,7 +230,7 @@ def test_rerun_only_and_keep_as_planned(store: Store) -> None:
     assert states(only) == {"a": "executed", "b": "not selected", "c": "not selected"}
     kept, _ = go(store, changed, keep=["b"])
     assert states(kept) == {"a": "skipped", "b": "skipped", "c": "skipped"}
-    assert kept.nodes["b"].attempt == rerun.nodes["b"].attempt != first.nodes["b"].attempt
+    assert attempt(kept, "b") == attempt(rerun, "b") != attempt(first, "b")
     final, _ = go(store, changed)
     assert set(states(final).values()) == {"skipped"}
 
@@ -367,13 +371,13 @@ def test_mlflow_has_one_run_for_each_node_and_one_curve_over_two_starts(store: S
     for found in client.search_runs([second.experiment_id]):
         client_runs.setdefault(found.data.tags["node"], []).append(found)
     (curve,) = client_runs["b"]
-    assert curve.info.run_id == failed.nodes["b"].mlflow_run_id == done.nodes["b"].mlflow_run_id
+    assert states(failed)["b"] == "failed" and curve.info.run_id == done.nodes["b"].success.mlflow_run_id
     assert curve.info.status == "FINISHED" and curve.data.tags[PARENT_TAG] == second.parent_id
     assert [m.step for m in client.get_metric_history(curve.info.run_id, "step")] == [0, 1, 2]
     assert curve.data.tags["restarts"] == "1"
     reused, made = sorted(client_runs["a"], key=lambda r: "reused_run" not in r.data.tags)
-    assert reused.data.tags["reused_run"] == made.info.run_id == done.nodes["a"].mlflow_run_id
+    assert reused.data.tags["reused_run"] == made.info.run_id == done.nodes["a"].success.mlflow_run_id
     tags = made.data.tags
-    assert tags["stage"] == "first" and tags["attempt"] == done.nodes["a"].attempt and len(tags["fingerprint"]) == 16
+    assert tags["stage"] == "first" and tags["attempt"] == attempt(done, "a") and len(tags["fingerprint"]) == 16
     assert tags["code_hash"] and tags["git_commit"] and made.data.params == {"value": "a"}
     assert made.data.metrics == {"value": 1.0, "length": 0.0}  # the curve's own point stays

@@ -357,7 +357,6 @@ def context(inputs: dict[str, NodeOutput], out: Path, user: UserImages, *setting
         out=str(out),
         run=RunHandle(),
         progress=Reporter(node.name),
-        fresh=True,
     )
 
 

@@ -79,7 +79,6 @@ def context_of(folder: Path, **changes: object) -> NodeContext:
         out=str(folder / "out"),
         run=RunHandle(),
         progress=Reporter("prepare_data"),
-        fresh=True,
     )
 
 

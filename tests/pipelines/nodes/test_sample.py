@@ -223,7 +223,6 @@ def test_how_images_were_drawn_is_recorded(networks, tmp_path: Path, ray_in_this
         out=str(tmp_path),
         run=RunHandle(),
         progress=Reporter("sample"),
-        fresh=True,
     )
     assert sample.run(context).metrics == {"images/sampled": 12, "images/batch_size": 2}
     record = json.loads((tmp_path / "samples/samples.json").read_text())

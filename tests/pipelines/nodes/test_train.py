@@ -266,7 +266,6 @@ def work(size_upscale: SPNConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             out=str(tmp_path),
             run=RunHandle(),
             progress=Reporter("train_size_upscale"),
-            fresh=True,
         )
         train.train_worker(attempt, recorded)
 
@@ -356,7 +355,7 @@ def test_what_a_training_cannot_begin_with_is_the_users_mistake(
     monkeypatch.setattr(train, "open_dataset", lambda _: images)
     inputs = {"prepare_data": SimpleNamespace(uri="/data", named={"dataset": "dataset"})}
     config = dataclasses.replace(node(size_upscale), init_from="/nowhere")
-    names = dict(fingerprint="f", attempt="a", fresh=False)  # an attempt that ended before its first checkpoint
+    names = dict(fingerprint="f", attempt="a")  # an attempt that ended before its first checkpoint
     context = SimpleNamespace(config=config, inputs=inputs, out=str(tmp_path), **names)
     with pytest.raises(UserError, match=message):
         train.run(context)

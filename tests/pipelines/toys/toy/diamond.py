@@ -74,7 +74,6 @@ def carry_out(made: Plan, *, broken: Sequence[str] = (), lock: str | None = None
             out=store.uri_of(folder),
             run=SilentRun(),
             progress=Reporter(node.name),
-            fresh=decision.attempt is None,
         )
         upstream = {need: known[need].attempt for need in node.needs}
         outcome = execute(Task(store, node.function, context, upstream, decision.ingredients, "unknown"))
