@@ -1,4 +1,4 @@
-"""The data config refuses what makes no sense, naming field and value.  pytest tests/data_prep/test_config.py"""
+"""The data config refuses what makes no sense, naming field and value.  pytest tests/data_prep/plan/test_config.py"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file is whole or absent, on a disk and on an object store.  pytest tests/data_prep/test_files.py"""
+"""A file is whole or absent, on a disk and on an object store.  pytest tests/data_prep/store/test_files.py"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process at a time in a folder: held, dead and rival locks.  pytest tests/data_prep/test_lock.py"""
+"""One process at a time in a folder: held, dead and rival locks.  pytest tests/data_prep/store/test_lock.py"""
 
 from __future__ import annotations
 

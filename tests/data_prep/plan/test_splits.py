@@ -1,6 +1,6 @@
 """Who is train, valid and test: the source's own split, drawn by the seed, or from a file.
 
-pytest tests/data_prep/test_splits.py
+pytest tests/data_prep/plan/test_splits.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random order and draws depend on their names and numbers alone.  pytest tests/data_prep/test_order.py"""
+"""Random order and draws depend on their names and numbers alone.  pytest tests/data_prep/plan/test_order.py"""
 
 from __future__ import annotations
 
