@@ -40,6 +40,7 @@ _EMBEDDED = {
     "RAY_AUTH_TOKEN": secrets.token_hex(32),  # this process's own; before a token file that another cluster left
     "RAY_DEDUP_LOGS": "0",
     "RAY_worker_maximum_startup_concurrency": "8",  # a trainer is many small processes; fewer and Ray warns of each
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process per training; nobody takes this machine away
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; silences one warning per task
 }
 
@@ -55,6 +56,9 @@ class ClusterInfo:
     def capacity(self) -> Mapping[str, float] | None:
         """What nodes that run side by side share; None on a cluster, which may grow: there Ray's queue decides."""
         return self.resources if self.mode == "embedded" else None
+
+
+NONE = ClusterInfo("embedded", {})  # no session: nothing has to run
 
 
 def in_ray_job() -> bool:

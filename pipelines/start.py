@@ -67,12 +67,14 @@ def start(
             print(f"in use by {described(holder)}")
         print("\n".join(plan.lines()), flush=True)
         return DONE
-    session = cluster.connect(num_cpus=config.resources.num_cpus, num_gpus=config.resources.num_gpus)
+    session = _connect(config) if plan.will_run else cluster.NONE
     try:
         running.refuse(plan.decisions, session.capacity)
         with locked(lock):
             with reading(store):
                 plan = make_plan()  # as it is now that nobody else writes
+            if plan.will_run and session is cluster.NONE:
+                session = _connect(config)
             running.refuse(plan.decisions, session.capacity)
             if images is None:  # the run folder's config stays that of its pipeline
                 claim_run_folder(store, name=config.name, config_yaml=mask_uris(to_yaml(config)))
@@ -83,6 +85,10 @@ def start(
             return _sum_up(report, store, tracking_uri=uri, whole=not only)
     finally:
         cluster.disconnect()
+
+
+def _connect(config: ExperimentConfig) -> cluster.ClusterInfo:
+    return cluster.connect(num_cpus=config.resources.num_cpus, num_gpus=config.resources.num_gpus)
 
 
 def _run(

@@ -76,21 +76,25 @@ class Board:
 
 
 class Hub:
-    """Driver's side of the actor. Needs a Ray session."""
+    """Driver's side of the actor, which starts with the first node. That needs a Ray session."""
 
     def __init__(self) -> None:
         import ray
 
         self._ray = ray
-        self._actor = ray.remote(num_cpus=0)(Board).remote()
+        self._actor: Any = None
         self._asked: Any = None
 
     def reporter(self, node: str) -> Reporter:
+        if self._actor is None:
+            self._actor = self._ray.remote(num_cpus=0)(Board).remote()
         return Reporter(node, self._actor)
 
     def poll(self) -> Mapping[str, Update]:
         """The newest updates, if the actor has answered since the last call; never waits."""
         answer: Mapping[str, Update] = {}
+        if self._actor is None:
+            return answer
         try:
             if self._asked is not None:
                 ready, _ = self._ray.wait([self._asked], timeout=0)
@@ -103,7 +107,8 @@ class Hub:
         return answer
 
     def close(self) -> None:
-        self._ray.kill(self._actor)
+        if self._actor is not None:
+            self._ray.kill(self._actor)
 
 
 class Display:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import sqlite3
 import subprocess
 import sys
 from collections import Counter
@@ -16,6 +18,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+
+from pipelines import prepare_data
 
 ROOT = Path(__file__).parents[3]
 NODES = [
@@ -46,7 +50,13 @@ def attempts(storage: Path) -> Counter[str]:
 
 def planned(output: str) -> dict[str, str]:
     """{node: run | skip | ...} as the plan was printed last."""
-    return dict(re.findall(r"^(\w+) +(run|skip|keep|-) +\S", output, flags=re.MULTILINE))
+    return dict(re.findall(r"^(\w+) +(run|skip|wait|keep|-) +\S", output, flags=re.MULTILINE))
+
+
+def plan_of(output: str) -> list[str]:
+    """The plan's lines, less how long ago something was finished."""
+    lines = re.findall(r"^\w+ +(?:run|skip|wait|keep|-) +\S.*", output, flags=re.MULTILINE)
+    return [re.sub(r"finished [^;]* ago", "finished", line) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -171,10 +181,63 @@ def test_second_start_skips_everything_and_says_why(first: subprocess.CompletedP
     assert "total" in again.stdout
 
 
-def test_one_node_by_its_own_entry_point(first: subprocess.CompletedProcess[str], storage: Path) -> None:
+def test_equal_shards_from_a_forced_rerun_leave_the_trainings_standing(
+    first: subprocess.CompletedProcess[str], storage: Path
+) -> None:
+    """And everything else. The dry run prints the plan that the next start carries out."""
+    plan = start(storage, "--rerun", "prepare_data", "--dry-run")
+    assert planned(plan.stdout) == {"prepare_data": "run"} | dict.fromkeys(NODES[1:], "wait")
     before = attempts(storage)
-    again = start(storage, "sample.num_images=5", "sample.temperature.first_slice=0.9", script="sample.py")
+    again = start(storage, "--rerun", "prepare_data")
     assert again.returncode == 0, again.stderr[-2000:]
-    more = {node: count - before[node] for node, count in attempts(storage).items()}
-    assert more == dict.fromkeys(NODES, 0) | {"sample": 1}
-    assert len(list((storage / "debug/samples/images").glob("*.png"))) == 5
+    assert plan_of(again.stdout) == plan_of(plan.stdout)
+    assert attempts(storage) - before == {"prepare_data": 1}
+    for node in NODES[1:]:
+        assert f"\n[{node}] skipped: up to date: attempt " in again.stdout
+    assert again.stdout.count(" of prepare_data made equal files") == len(NODES) - 2, "sample does not read the shards"
+    plan = start(storage, "--dry-run")
+    assert planned(plan.stdout) == dict.fromkeys(NODES, "skip")
+
+
+# ---- the dataset that it made ---------------------------------------------------------------------------------------
+
+
+def test_a_build_says_what_it_used_and_what_not(first: subprocess.CompletedProcess[str], storage: Path) -> None:
+    lines = first.stdout.splitlines()
+    (counts,) = [i for i, line in enumerate(lines) if line.startswith("dataset demo_photos: ")]
+    assert "train, " in lines[counts] and " images (" in lines[counts]
+    assert lines[counts + 1].startswith("converted: ") and lines[counts + 2] == "quarantined: 0"
+    assert lines[counts + 3] == "skipped: 1 (1 not_a_data_file)"  # the photos' ATTRIBUTION.md
+    with sqlite3.connect(storage / "debug" / "mlflow.db") as ledger:
+        logged = dict(ledger.execute("select key, value from latest_metrics"))
+    assert logged["images/quarantined"] == 0 and logged["data_bytes"] > 0
+    assert f"({logged['images/train']:.0f} train" in lines[counts]
+
+
+def test_verify(
+    first: subprocess.CompletedProcess[str], storage: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (success,) = sorted((storage / "debug/nodes/prepare_data").glob("*/*/_SUCCESS.json"))[:1]
+    attempt = success.parent.relative_to(storage)
+    shutil.copytree(storage / attempt, tmp_path / attempt)  # a run folder with this node alone, to be damaged
+
+    def verify(*arguments: str) -> tuple[int, str, str]:
+        code = prepare_data.main(["--config", "debug", "--verify", *arguments, f"storage={tmp_path}"])
+        return code, *capsys.readouterr()
+
+    code, out, err = verify()
+    assert (code, err) == (0, "") and out.splitlines()[-1].startswith("intact: ")
+    assert "quarantined: 0" in out.splitlines()
+    dataset = tmp_path / attempt / "dataset"
+    assert verify(str(dataset))[0] == 0
+    assert "has no finished dataset" in verify("data.seed=5")[2]
+    victim = next(dataset.glob("res=*/bits=3/valid-*.parquet"))
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    code, out, _ = verify()
+    assert code == 1
+    assert out.splitlines()[-2:] == [
+        f"{victim.relative_to(dataset)}: sha256 differs from the manifest",
+        f"damaged: {dataset} (problems: 1; to build it anew: --rerun prepare_data)",
+    ]
