@@ -67,13 +67,13 @@ def start(
             print(f"in use by {described(holder)}")
         print("\n".join(plan.lines()), flush=True)
         return DONE
-    session = _connect(config) if plan.will_run else cluster.NONE
+    session = _connect(config) if _runs(plan) else cluster.NONE
     try:
         running.refuse(plan.decisions, session.capacity)
         with locked(lock):
             with reading(store):
                 plan = make_plan()  # as it is now that nobody else writes
-            if plan.will_run and session is cluster.NONE:
+            if _runs(plan) and session is cluster.NONE:
                 session = _connect(config)
             running.refuse(plan.decisions, session.capacity)
             if images is None:  # the run folder's config stays that of its pipeline
@@ -85,6 +85,10 @@ def start(
             return _sum_up(report, store, tracking_uri=uri, whole=not only)
     finally:
         cluster.disconnect()
+
+
+def _runs(plan: planning.Plan) -> bool:
+    return any(decision.action in (planning.RUN, planning.WAIT) for decision in plan.decisions)
 
 
 def _connect(config: ExperimentConfig) -> cluster.ClusterInfo:

@@ -7,6 +7,8 @@ embedder are in neither. The backward pass costs twice the forward.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -24,6 +26,7 @@ def peak_flops(card: str) -> float | None:
     return next((flops for name, flops in PEAK_FLOPS.items() if name in card), None)
 
 
+@functools.cache
 def forward_flops(config: SPNConfig) -> tuple[int, int]:
     """(dense, useful) FLOPs of one slice's forward pass."""
     with torch.device("meta"):

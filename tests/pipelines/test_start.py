@@ -64,6 +64,11 @@ def test_exit_codes_of_a_start(
     code, out, _ = command(full_multidim.main, "--only", "third", "--rerun", "third")
     assert code == 0 and "third executed: " in out and "first executed" not in out
 
+    with monkeypatch.context() as patched:
+        patched.setattr(cluster, "connect", lambda **_: pytest.fail("Ray was started, and nothing had to run"))
+        code, out, _ = command(full_multidim.main)
+    assert code == 0 and "third   skip  up to date" in out
+
     nodes[0] = Node("first", "toy.nodes:mistake")
     code, out, err = command(full_multidim.main)
     assert code == 2 and err == "error: first: the folder is empty\n"
