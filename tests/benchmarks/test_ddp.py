@@ -6,6 +6,7 @@ python -m pytest tests/benchmarks/test_ddp.py
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
@@ -15,8 +16,9 @@ from pipelines.loading import load
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[int, dict]:
-    """{workers: measurements} of the debug network; each of two workers accumulates two micro-batches."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+    """{workers: measurements} of the debug network; each of two workers accumulates two micro-batches. A worker that is
+    alone works in this process: another takes seconds to start."""
     config = load("debug")
     train = dataclasses.replace(
         config.per_stage["size_upscale"].train,
@@ -27,7 +29,9 @@ def runs() -> dict[int, dict]:
         grad_clip=1.0,
     )
     job = ddp.Job(stage_model_config(config, "size_upscale"), train, speed_batch=8, speed_steps=1, seed=0)
-    return {workers: ddp.run(job, workers) for workers in (1, 2)}
+    folder = tmp_path_factory.mktemp("alone")
+    ddp.work(0, job, 1, str(folder))
+    return {1: json.loads((folder / "result.json").read_text()), 2: ddp.run(job, 2)}
 
 
 def test_the_workers_share_each_batch(runs):

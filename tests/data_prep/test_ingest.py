@@ -129,7 +129,7 @@ def test_decoded_row_groups_are_kept_within_the_limit(uri: str, monkeypatch: pyt
 
 def test_global_batch_does_not_depend_on_the_number_of_workers(uri: str):
     """Worker r of n gets rows [r G / n, (r + 1) G / n) of each global batch of G rows, at n speeds."""
-    num_workers, global_batch, num_steps, start = 3, 12, 20, 36
+    num_workers, global_batch, num_steps, start = 3, 12, 9, 36
     share = global_batch // num_workers
     dataset = ingest.train_stream(
         uri,
@@ -172,13 +172,13 @@ def test_it_runs_beside_workers_that_hold_all_but_a_quarter_of_a_cpu(uri: str):
     holder = ray.remote(_Holder).options(num_cpus=1.75).remote()
     ray.get(holder.here.remote())
     try:
-        dataset = ingest.train_stream(uri, resolution=8, bits=8, seed=0, start_row=0, num_rows=120, rows_per_block=4)
+        dataset = ingest.train_stream(uri, resolution=8, bits=8, seed=0, start_row=0, num_rows=40, rows_per_block=4)
         found: list[int] = []
         thread = threading.Thread(target=lambda: found.extend(row["position"] for row in dataset.iter_rows()))
         thread.daemon = True
         thread.start()
         thread.join(timeout=60)
-        assert found == list(range(120))
+        assert found == list(range(40))
     finally:
         ray.kill(holder)
 

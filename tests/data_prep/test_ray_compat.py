@@ -9,7 +9,6 @@ python -m pytest tests/data_prep/test_ray_compat.py
 from __future__ import annotations
 
 import re
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,28 +20,9 @@ from data_prep.files import open_store
 ROOT = Path(__file__).parents[2]
 
 
-def report_two_checkpoints() -> None:
-    import ray.train
-
-    for name in ("step-00000001", "step-00000002"):
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "weights").write_text(name)
-            checkpoint = ray.train.Checkpoint.from_directory(folder)
-            ray.train.report({"score": 1.0}, checkpoint=checkpoint, checkpoint_dir_name=name)
-
-
-def test_the_last_committed_checkpoint_is_found(ray_session: None, tmp_path: Path) -> None:
-    from ray.train import RunConfig, ScalingConfig
-    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-
+def test_a_training_that_has_not_begun_has_no_committed_checkpoint(tmp_path: Path) -> None:
+    """That the last one is found: tests/pipelines/nodes/test_end_to_end.py."""
     assert ray_compat.committed_checkpoint(open_store(tmp_path), "run") is None
-    DataParallelTrainer(
-        report_two_checkpoints,
-        scaling_config=ScalingConfig(num_workers=1),
-        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
-    ).fit()
-    assert ray_compat.committed_checkpoint(open_store(tmp_path), "run") == "step-00000002"
-    assert (tmp_path / "run" / "step-00000002" / "weights").read_text() == "step-00000002"
 
 
 def test_callbacks_have_the_methods_of_ray_datas_own() -> None:

@@ -27,20 +27,16 @@ from typing import Any
 import psutil
 import pytest
 from mlflow.tracking import MlflowClient
+from toy import training
 
 from pipelines import full_multidim
 
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
-NODES = (
-    "prepare_data",
-    "train_first_slice",
-    "train_size_upscale",
-    "train_depth_upscale",
-    "evaluate",
-    "sample",
-    "report",
-)
+# A chain of one network: all stages train in nodes/test_end_to_end.py.
+NODES = ("prepare_data", "train_size_upscale", "evaluate", "sample", "report")
+CONFIG = ["--config", "debug", "stages=[size_upscale]", "bits=[8]"]
+STEPS = ["train.num_steps=300", "train.eval_every_steps=50", "train.checkpoint_every_steps=50"]
 
 pytestmark = pytest.mark.faults
 
@@ -85,6 +81,11 @@ class Head:
         name = f"job-{uuid.uuid4().hex[:8]}"
         self.ray("submit", "--submission-id", name, "--no-wait", "--working-dir", ".", "--", *command)
         return name
+
+    def stop(self, name: str) -> None:
+        """What `ray job stop` sends, at once: its program takes seconds to start, in which a training may end."""
+        with urllib.request.urlopen(urllib.request.Request(f"{self.url}/api/jobs/{name}/stop", method="POST")):
+            pass
 
     def info(self, name: str) -> dict[str, Any]:
         """What the Jobs API says of a job: status, driver_exit_code, ..."""
@@ -197,32 +198,16 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("storage") / "runs"
 
 
-def test_the_pipeline_runs_as_a_job(head: Head, storage: Path) -> None:
-    command = ["python", "pipelines/full_multidim.py", "--config", "debug", f"storage={storage}"]
-    job = head.submit(*command, timeout_sec=900)
-
-    assert (job.status, job.exit_code) == ("SUCCEEDED", 0), job.log
-    for node in NODES:
-        assert re.search(rf"\b{node}\b", job.log), f"{node} is not in the job's log:\n{job.log}"
-        assert list((storage / "debug" / "nodes" / node).rglob("_SUCCESS.json")), f"{node} left no _SUCCESS.json"
-    assert (storage / "debug" / "report.html").is_file()
-    # Progress of long work, in lines that a log can hold: so many of so many, and the speed.
-    assert re.search(r"\d[\d,_]*\s*/\s*\d[\d,_]*.*/s", job.log), job.log
-
-
 def test_a_stopped_job_leaves_a_run_folder_that_can_be_resumed(
     head: Head, storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["train.num_steps=100_000", "train.eval_every_steps=20", "train.checkpoint_every_steps=20"]
-    options = ["--config", "debug", f"storage={storage}", *options]
-    node = storage / "debug" / "nodes" / "train_size_upscale"
-    before = set(node.glob("*/*"))
-    name = head.start("python", "pipelines/train_stage.py", "--stage", "size_upscale", *options)
-    deadline = time.monotonic() + 180
-    while not list(node.glob("*/*/*/step-00000020")):
-        assert time.monotonic() < deadline, head.ray("logs", name)
-        time.sleep(0.2)
-    head.ray("stop", name)
+    options = [*CONFIG, *STEPS, f"storage={storage}"]
+    name = head.start("python", "pipelines/full_multidim.py", *options)
+    deadline = time.monotonic() + 300
+    while training.committed(storage) < 50:
+        assert time.monotonic() < deadline and head.info(name)["status"] != "FAILED", head.ray("logs", name)
+        time.sleep(0.1)
+    head.stop(name)
     while head.info(name)["status"] == "RUNNING":
         assert time.monotonic() < deadline, head.ray("logs", name)
         time.sleep(0.2)
@@ -237,9 +222,23 @@ def test_a_stopped_job_leaves_a_run_folder_that_can_be_resumed(
     experiment = client.get_experiment_by_name("debug")
     newest = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])
     assert [run.info.status for run in newest if run.info.status != "FINISHED"] == ["KILLED", "KILLED"]
-    (attempt,) = set(node.glob("*/*")) - before
+    (attempt,) = training.attempts(storage)
     assert full_multidim.main([*options, "--dry-run"]) == 0
     assert f"attempt {attempt.name} was interrupted; continues it" in capsys.readouterr().out
+
+
+def test_the_pipeline_runs_as_a_job(head: Head, storage: Path) -> None:
+    """To its end from where the job before was stopped, in the same attempt."""
+    job = head.submit("python", "pipelines/full_multidim.py", *CONFIG, *STEPS, f"storage={storage}", timeout_sec=900)
+
+    assert (job.status, job.exit_code) == ("SUCCEEDED", 0), job.log
+    for node in NODES:
+        assert re.search(rf"\b{node}\b", job.log), f"{node} is not in the job's log:\n{job.log}"
+        assert list((storage / "debug" / "nodes" / node).rglob("_SUCCESS.json")), f"{node} left no _SUCCESS.json"
+    assert len(training.attempts(storage)) == 1
+    assert (storage / "debug" / "report.html").is_file()
+    # Progress of long work, in lines that a log can hold: so many of so many, and the speed.
+    assert re.search(r"\d[\d,_]*\s*/\s*\d[\d,_]*.*/s", job.log), job.log
 
 
 def test_the_upload_is_the_code_alone(head: Head) -> None:
@@ -264,9 +263,9 @@ def test_relative_storage_in_a_job_is_refused(head: Head) -> None:
 
 def test_a_node_that_fails_fails_the_job(head: Head, storage: Path) -> None:
     overrides = [f"storage={storage}", "train.init_from=/nowhere/step-00000001", "resources.max_failures=0"]
-    command = ["python", "pipelines/train_stage.py", "--config", "debug", "--stage", "first_slice", *overrides]
+    command = ["python", "pipelines/train_stage.py", *CONFIG, "--stage", "size_upscale", *overrides]
     job = head.submit(*command, timeout_sec=300)
     assert (job.status, job.exit_code) == ("FAILED", 2), job.log
     message = "train.init_from: /nowhere/step-00000001 has no config.json; it must be the folder of a checkpoint"
-    assert f"\nerror: train_first_slice: {message} (" in job.log
+    assert f"\nerror: train_size_upscale: {message} (" in job.log
     assert message in Path(re.search(r"see (\S+error.txt)", job.log)[1]).read_text()

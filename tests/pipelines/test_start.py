@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from toy.nodes import Toy
 
-from pipelines import cluster, full_multidim, pipeline, start
+from pipelines import cluster, full_multidim, pipeline
 from pipelines.dag.fingerprint import Sources
 from pipelines.dag.node import Node
 
@@ -43,7 +43,7 @@ def test_exit_codes_of_a_start(
         Node("third", "toy.nodes:write", needs=("second",)),
     ]
     monkeypatch.setattr(pipeline, "nodes", lambda config, **_: nodes)
-    monkeypatch.setattr(start, "SOURCES", Sources(TOYS, ("toy",)))
+    monkeypatch.setattr(pipeline, "SOURCES", Sources(TOYS, ("toy",)))
     monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo("embedded", {"CPU": 2.0}))
     monkeypatch.setattr(cluster, "disconnect", lambda: None)
 

@@ -19,6 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from data_prep import ray_compat
+from data_prep.files import open_store
 from pipelines import prepare_data
 
 ROOT = Path(__file__).parents[3]
@@ -78,6 +80,16 @@ def test_first_start_runs_every_node(first: subprocess.CompletedProcess[str], st
         assert f"[{node}]" in first.stdout, "every node shows its progress"
     records = (storage / "debug/nodes").glob("train_*/*/*/micro_batch.json")
     assert [json.loads(record.read_text()) for record in records] == [{"micro_batch_size": 8, "device": "cpu"}] * 3
+
+
+def test_the_last_committed_checkpoint_is_found(first: subprocess.CompletedProcess[str], storage: Path) -> None:
+    """In Ray Train's own record, by which a training that starts again knows where to go on."""
+    folders = list((storage / "debug/nodes").glob("train_*/*/*"))
+    assert len(folders) == 3
+    for folder in folders:
+        (run,) = (path.parent for path in folder.glob("*/checkpoint_manager_snapshot.json"))
+        assert ray_compat.committed_checkpoint(open_store(folder), run.name) == "step-00000012"
+        assert (run / "step-00000012/trainer.pt").is_file()
 
 
 def test_stages_train_at_the_same_time(first: subprocess.CompletedProcess[str], storage: Path) -> None:

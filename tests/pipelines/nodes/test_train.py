@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+import torch.distributed as dist
 
 from data_prep.files import UserError, open_store
 from pipelines.cluster import ROOT
@@ -212,20 +213,26 @@ def test_workers_agree_on_what_fits_all_of_them(
     assert found == [agreed, agreed]
 
 
-ONE_OF_TWO_WORKERS = """
+OTHER_WORKER = """
 import sys, torch, torch.distributed as dist
 from pipelines.nodes.train import smallest_of_workers
-rank, file = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-print(smallest_of_workers([6, 3][rank], torch.device("cpu")))
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=1, world_size=2)
+print(smallest_of_workers(3, torch.device("cpu")))
 dist.destroy_process_group()
 """
 
 
 def test_two_processes_agree_on_the_smaller_number(tmp_path: Path) -> None:
-    commands = [[sys.executable, "-c", ONE_OF_TWO_WORKERS, str(rank), str(tmp_path / "meet")] for rank in range(2)]
-    workers = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for command in commands]
-    assert [worker.communicate(timeout=120)[0].split() for worker in workers] == [["3"], ["3"]]
+    meet = tmp_path / "meet"
+    other = subprocess.Popen(
+        [sys.executable, "-c", OTHER_WORKER, str(meet)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=0, world_size=2)
+    try:
+        assert train.smallest_of_workers(6, CPU) == 3
+        assert other.communicate(timeout=120)[0].split() == ["3"]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_restart_keeps_what_the_attempt_has_found(tmp_path: Path) -> None:
