@@ -88,9 +88,10 @@ def test_a_training_that_meets_every_fault_ends_as_if_there_had_been_none(
     training.wait_for_step(tmp_path, 60, run)  # it went on from a checkpoint
     mlflow_server.kill()
     training.wait_for_step(tmp_path, 100, run)  # MLflow is away: training does not care
-    mlflow_server.start()
-    processes = family(run)
-    os.killpg(run.pid, signal.SIGINT)  # as a terminal sends Ctrl-C: to the whole group
+    with training.held(run.pid):  # the server takes seconds to start
+        mlflow_server.start()
+        processes = family(run)
+        os.killpg(run.pid, signal.SIGINT)  # as a terminal sends Ctrl-C: to the whole group
     output = training.finish(run, code=130)
     assert "lost (" in output and "starts: try 2 of 4" in output
     assert "interrupted; the same command resumes from here" in output and "Traceback" not in output
@@ -103,9 +104,10 @@ def test_a_training_that_meets_every_fault_ends_as_if_there_had_been_none(
     run = training.launch(tmp_path, *options)
     stopped_at = training.committed(tmp_path)
     training.wait_for_step(tmp_path, stopped_at + 20, run)
-    processes = family(run)
-    run.kill()
-    run.wait()
+    with training.held(run.pid):
+        processes = family(run)
+        run.kill()
+        run.wait()
     assert_all_end(processes)
 
     output = training.finish(training.launch(tmp_path, *options))

@@ -183,7 +183,8 @@ def undisturbed(
         f"--only={only}",
     )
     training.wait_for_step(storage, 20, run)
-    used = len(nodes_with_workers(cluster))
+    with training.held(os.getpid()):
+        used = len(nodes_with_workers(cluster))
     training.finish(run)
     return open_store(storage), used
 
@@ -208,7 +209,8 @@ def test_on_s3_with_a_killed_node_and_storage_that_fails_the_losses_are_the_same
         pass
     assert proxy.refused
     training.wait_for_step(direct, training.committed(direct) + 20, run)
-    cluster.remove_node(nodes_with_workers(cluster)[-1], allow_graceful=False)
+    with training.held(os.getpid()):
+        cluster.remove_node(nodes_with_workers(cluster)[-1], allow_graceful=False)
     add_node(cluster)
     second = training.finish(launch(cluster, *arguments), code=2)
     assert "is in use by process" in second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,6 +92,21 @@ def train_workers(parent: int) -> list[psutil.Process]:
         except psutil.Error:  # gone meanwhile
             continue
     return found
+
+
+@contextlib.contextmanager
+def held(parent: int) -> Iterator[None]:
+    """The training below this process stands still: what happens inside happens in its middle, on a busy machine."""
+    workers = train_workers(parent)
+    for worker in workers:
+        with contextlib.suppress(psutil.Error):
+            worker.suspend()
+    try:
+        yield
+    finally:
+        for worker in workers:
+            with contextlib.suppress(psutil.Error):
+                worker.resume()
 
 
 def weights(attempt: Path) -> str:
