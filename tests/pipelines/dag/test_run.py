@@ -42,6 +42,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 def few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets nodes share processes: starting one takes longer than any of these nodes."""
     monkeypatch.setattr(runner, "MAX_CALLS", 0)
+    monkeypatch.setattr(runner, "_POLL_SEC", 0.05)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """spn/gpu/training.py: a network in its fast forms is the same network, forward and backward, compiled or not.
 
-python -m pytest tests/spn/test_speed_up.py
+python -m pytest tests/spn/gpu/test_speed_up.py
 """
 
 from __future__ import annotations

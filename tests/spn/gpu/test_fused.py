@@ -1,6 +1,6 @@
 """On an NVIDIA GPU: the fused kernels decode as the full network and the plain decoder do.
 
-python -m pytest -m gpu tests/spn/test_fused.py
+python -m pytest -m gpu tests/spn/gpu/test_fused.py
 """
 
 from __future__ import annotations

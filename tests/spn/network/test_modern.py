@@ -3,7 +3,7 @@
 That every stage is causal without blind spots, and decoded incrementally, is in test_causality.py and
 test_sampling_incremental.py, which run both recipes.
 
-    python -m pytest tests/spn/test_modern.py
+    python -m pytest tests/spn/network/test_modern.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Bit depth: splitting and joining are exact inverses, and the high bits are the most significant ones.
 
-python -m pytest tests/spn/test_bitdepth.py
+python -m pytest tests/spn/network/test_bitdepth.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Values are drawn from the distribution that logits, temperature and top_p say, to within one draw of many.
 
-python -m pytest tests/spn/test_draws.py
+python -m pytest tests/spn/sampling/test_draws.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The training loop: when it logs, validates and saves, and that going on from a checkpoint equals never stopping.
 
-python -m pytest tests/spn/test_training_loop.py
+python -m pytest tests/spn/training/test_training_loop.py
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Causality has its own file (test_causality.py), so have the likelihoods (test_likelihood.py).
 
-    python -m pytest tests/spn/test_model.py
+    python -m pytest tests/spn/network/test_model.py
 """
 
 from __future__ import annotations

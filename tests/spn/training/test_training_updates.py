@@ -1,6 +1,6 @@
 """The update of the weights against recurrences written by hand: TensorFlow's RMSProp, rates, Polyak averaging.
 
-python -m pytest tests/spn/test_training_updates.py
+python -m pytest tests/spn/training/test_training_updates.py
 """
 
 from __future__ import annotations

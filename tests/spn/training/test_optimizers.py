@@ -2,7 +2,7 @@
 
 RMSProp's recurrence and AdamW's groups are in test_training_updates.py.
 
-    python -m pytest tests/spn/test_optimizers.py
+    python -m pytest tests/spn/training/test_optimizers.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FLOPs of a slice: a hand count of the useful products, and no cost that a batch pays once.
 
-python -m pytest tests/spn/test_flops.py
+python -m pytest tests/spn/gpu/test_flops.py
 """
 
 from __future__ import annotations

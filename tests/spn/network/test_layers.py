@@ -1,6 +1,6 @@
 """The building blocks against plain formulas in float64.
 
-python -m pytest tests/spn/test_layers.py
+python -m pytest tests/spn/network/test_layers.py
 """
 
 from __future__ import annotations

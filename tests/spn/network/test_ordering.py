@@ -1,6 +1,6 @@
 """The subscale ordering: cutting and joining are exact inverses, in the paper's order.
 
-python -m pytest tests/spn/test_ordering.py
+python -m pytest tests/spn/network/test_ordering.py
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Every value is perturbed alone, in float64, and every logit of every slice is wa
 be zero for values that come at or after a logit's own (no peeking) and not zero for all that come before (no blind
 spot). The order is written out here, without the code under test. Deliberate mistakes must make the same check fail.
 
-    python -m pytest tests/spn/test_causality.py
+    python -m pytest tests/spn/network/test_causality.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Options of the training engine that change speed or memory, never the result; and starting from given weights.
 
-python -m pytest tests/spn/test_engine.py
+python -m pytest tests/spn/training/test_engine.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Evaluation: uniform networks score what arithmetic says, parts add up to the total, batches do not matter.
 
-python -m pytest tests/spn/test_evaluation.py
+python -m pytest tests/spn/training/test_evaluation.py
 """
 
 from __future__ import annotations

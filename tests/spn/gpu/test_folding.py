@@ -1,6 +1,6 @@
 """The folded maps of the fused sampler are the network: a first pixel decoded from them in plain torch, without Triton.
 
-What the kernels do with them is tested on a GPU (test_fused.py). python -m pytest tests/spn/test_folding.py
+What the kernels do with them is tested on a GPU (test_fused.py). python -m pytest tests/spn/gpu/test_folding.py
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Every stage, every slice given the others, depth by depth and the whole chain, in both recipes. A network that peeks
 hands out more or less than 1 in all: each deliberate mistake that a case can show is shown to break its sum.
 
-    python -m pytest tests/spn/test_likelihood.py
+    python -m pytest tests/spn/network/test_likelihood.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """On an NVIDIA GPU: the same numbers as on the CPU, in training steps, bfloat16 and sampling.
 
-python -m pytest -m gpu tests/spn/test_gpu.py
+python -m pytest -m gpu tests/spn/gpu/test_gpu.py
 """
 
 from __future__ import annotations

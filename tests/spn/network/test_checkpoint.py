@@ -1,6 +1,6 @@
 """Checkpoints: four files, no pickled code, everything back bit for bit.
 
-python -m pytest tests/spn/test_checkpoint.py
+python -m pytest tests/spn/network/test_checkpoint.py
 """
 
 from __future__ import annotations

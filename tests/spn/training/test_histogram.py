@@ -1,7 +1,7 @@
 """The histogram that every network must beat is a proper distribution whose parts add up, and raw entropy is that of
 the pixels.
 
-python -m pytest tests/spn/test_histogram.py
+python -m pytest tests/spn/training/test_histogram.py
 """
 
 from __future__ import annotations

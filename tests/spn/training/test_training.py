@@ -1,6 +1,6 @@
 """Training: an unbiased loss, one step of it, what stops a run, and what settings are refused.
 
-python -m pytest tests/spn/test_training.py
+python -m pytest tests/spn/training/test_training.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sampling: the fast sampler draws what the slow one draws, samples follow the model, seeds and temperature mean what
 they say, and nothing that is given is altered.
 
-python -m pytest tests/spn/test_sampling.py
+python -m pytest tests/spn/sampling/test_sampling.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The incremental decoder computes the logits of the full forward, and nothing but its cache changes on the way.
 
-python -m pytest tests/spn/test_sampling_incremental.py
+python -m pytest tests/spn/sampling/test_sampling_incremental.py
 """
 
 from __future__ import annotations
