@@ -23,7 +23,7 @@ def test_commands_name_a_preset_or_leave_room_for_the_users_file(tmp_path: Path,
     file.write_text((PRESETS / "debug.yaml").read_text().replace("name: debug", f"name: {name}"))
     report = nodes(load(str(file)), listed=False)[-1]
     inputs = {node: NodeOutput(str(tmp_path), {}, {}, "a") for node in report.needs}
-    where = {"inputs": inputs, "out": str(tmp_path), "run": RunHandle(), "progress": Reporter("report"), "fresh": True}
+    where = {"inputs": inputs, "out": str(tmp_path), "run": RunHandle(), "progress": Reporter("report")}
     context = NodeContext("report", "f", "a", report.config, **where)
     section = _rerun_section(context, report.config.stages)
     assert section.count(f"full_multidim.py --config {shown}") == 3
