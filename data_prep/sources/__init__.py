@@ -7,6 +7,7 @@ are needed, by name.
 from __future__ import annotations
 
 import pathlib
+from dataclasses import replace
 
 from data_prep.config import LAYOUTS, DataConfig
 from data_prep.files import printable
@@ -59,7 +60,7 @@ def find(config: DataConfig) -> Source:
     """
     listing = list_files(root_of(config))
     name, used, why = _recognise(listing, config)
-    found = layout(name).index(listing, config)
+    found = layout(name).index(replace(listing, files=tuple(used)), config)
     _check_labels(found)
     skipped = listing.num_hidden + len(listing.files) - len(used) + found.num_skipped
     return Source(

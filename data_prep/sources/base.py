@@ -111,6 +111,7 @@ class Index:
     rejected: list[Rejected] = field(default_factory=list)
     side: int | None = None  # pixels, where the images are finished ones that must not be resized
     num_skipped: int = 0  # of the layout's files and their members those that are no data of its own
+    seen: set[str] = field(default_factory=set)  # keys so far, where members of archives may repeat them
 
     def reject(self, item: Item, reason: str, message: str) -> None:
         self.rejected.append(Rejected(item, reason, message))
@@ -141,7 +142,7 @@ class Layout(Protocol):
         """The files that the layout reads."""
 
     def index(self, listing: Listing, config: DataConfig) -> Index:
-        """The items in them."""
+        """The items in a listing of these files alone; there is at least one."""
 
     def read_block(self, stream: pa.NativeFile, item: Item) -> Sequence[Any]:
         """The rows of the item's block: bytes, or {"bytes": ..., "path": ...}. Raises UnusableSource."""
@@ -203,10 +204,8 @@ def check_series(paths: Iterable[str]) -> None:
 def choose_side(found: dict[str, int], config: DataConfig, *, source: str) -> int:
     """`found`: {file: side of its images}, of finished images that are never resized.
 
-    Raises Unplannable when none has image_size, UnusableSource when there is no file.
+    Raises Unplannable when none has image_size.
     """
-    if not found:
-        raise UnusableSource("missing_file", f"source {source} finds none of its files")
     if config.image_size not in found.values():
         sides = ", ".join(map(str, sorted(set(found.values()))))
         raise Unplannable(f"image_size is {config.image_size}; the source ({source}) has images of {sides} pixels")

@@ -58,23 +58,19 @@ def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
 
 
 def index(listing: Listing, config: DataConfig) -> Index:
-    records = {file.path: match for file in listing.files if (match := _RECORDS.search(file.path))}
-    return _index_records(listing, config, records) if records else _index_files(listing, config)
-
-
-def _index_files(listing: Listing, config: DataConfig) -> Index:
+    matches = {file.path: match for file in listing.files if (match := _RECORDS.search(file.path))}
+    if matches:
+        return _index_records(listing, config, matches)
     found = Index()
-    seen: dict[int, str] = {}
-    for file in used(listing, config):
-        match = _NUMBERED.match(file.path)
-        assert match is not None
-        number = int(match["number"])
-        item = Item(file.path.rpartition("/")[2], file.path, file.size)
-        if number in seen:
-            found.reject(item, "duplicate_name", f"{seen[number]} has the same number; it is used")
-            continue
-        seen[number] = file.path
-        found.items.append(item)
+    first_of: dict[int, str] = {}  # path of the first file with a number
+    for file in listing.files:
+        name = file.path.rpartition("/")[2]
+        item = Item(name, file.path, file.size)
+        first = first_of.setdefault(int(name.partition(".")[0]), file.path)
+        if first == file.path:
+            found.items.append(item)
+        else:
+            found.reject(item, "duplicate_name", f"{first} has the same number; it is used")
     return found
 
 

@@ -21,4 +21,4 @@ def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
 
 
 def index(listing: Listing, config: DataConfig) -> Index:
-    return Index([Item(file.path, file.path, file.size) for file in used(listing, config)])
+    return Index([Item(file.path, file.path, file.size) for file in listing.files])

@@ -44,7 +44,7 @@ def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
 
 def index(listing: Listing, config: DataConfig) -> Index:
     found = Index()
-    paths = [file.path for file in used(listing, config)]
+    paths = [file.path for file in listing.files]
     check_series(paths)
     for path in paths:
         split = split_of(path, config)

@@ -47,7 +47,7 @@ def index(listing: Listing, config: DataConfig) -> Index:
     found, top = Index(), _top(listing)
     train: list[tuple[str, SourceFile]] = []  # name below the top folder, and its file
     val: list[tuple[str, SourceFile]] = []
-    for file in used(listing, config):
+    for file in listing.files:
         if not is_label_file(file.path):
             name = file.path.removeprefix(top)
             (train if name.startswith("train/") else val).append((name, file))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from data_prep.config import DataConfig
-from data_prep.sources.base import Index, Item, Listing, SourceFile, is_image_name
+from data_prep.sources.base import Index, Item, Listing, SourceFile, is_image_name, is_unsafe
 from data_prep.sources.ilsvrc_folder import COUNT, LISTS, SYNSET, class_numbers, is_label_file, val_labels
 from data_prep.sources.tars import Member, add_member, is_side_file, members
 
@@ -50,7 +50,8 @@ def index(listing: Listing, config: DataConfig) -> Index:
                     where = f"{file.path}: {member.name}"
                     begin, size = member.offset, member.size
                     for inner in members(stream, path=where, begin=begin, size=size, allow_truncated=cut):
-                        name = inner.name.rpartition("/")[2] if not _is_odd(inner) else inner.name
+                        is_odd = is_unsafe(inner.name) or not inner.is_regular
+                        name = inner.name if is_odd else inner.name.rpartition("/")[2]
                         train.append((file.path, f"{synset}/{name}", inner))
                 else:
                     name = member.name.removeprefix("./").removeprefix("train/").removeprefix("val/")
@@ -59,17 +60,12 @@ def index(listing: Listing, config: DataConfig) -> Index:
     return found
 
 
-def _is_odd(member: Member) -> bool:
-    return not member.is_regular or member.name.startswith("/") or ".." in member.name
-
-
 def _add(listing: Listing, found: Index, train: list[_Entry], val: list[_Entry]) -> None:
     """A synset is the folder's or inner tar's name."""
     train_synsets = {name.partition("/")[0] for _, name, member in train if SYNSET.match(name) and member.is_regular}
     number = class_numbers(train_synsets)
     names = [name.rpartition("/")[2] for _, name, member in val if is_image_name(name) and member.is_regular]
     labels = val_labels(listing, names, train_synsets=train_synsets)
-    seen: set[str] = set()
     for split, entries in (("train", train), ("test", val)):
         for path, name, member in entries:
             if member.is_regular and not is_image_name(name):
@@ -78,7 +74,7 @@ def _add(listing: Listing, found: Index, train: list[_Entry], val: list[_Entry])
             label = number.get(name.partition("/")[0]) if split == "train" else labels.get(name.rpartition("/")[2])
             key = f"{'train' if split == 'train' else 'val'}/{name}"
             item = Item(key, path, member.size, offset=member.offset, label=label, split=split)
-            add_member(found, member, item, seen=seen)
+            add_member(found, member, item)
 
 
 def _split(path: str) -> str | None:

@@ -20,7 +20,7 @@ _SPLITS = {"train": "train", "valid": "test"}
 
 
 def recognise(listing: Listing, config: DataConfig) -> str | None:
-    return next((f"it has {file.path}" for file in listing.files if _match(file)), None)
+    return next((f"it has {file.path}" for file in used(listing, config)), None)
 
 
 def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
@@ -31,7 +31,6 @@ def index(listing: Listing, config: DataConfig) -> Index:
     matches = {file.path: (file, match) for file in listing.files if (match := _match(file))}
     sides = {path: int(match["side"]) for path, (_, match) in matches.items()}
     found = Index(side=choose_side(sides, config, source="imagenet_oord"))
-    seen: set[str] = set()
     for path, (file, match) in matches.items():
         if sides[path] != found.side:
             continue
@@ -45,7 +44,7 @@ def index(listing: Listing, config: DataConfig) -> Index:
                     continue
                 key = _key(match["split"], member.name)
                 item = Item(key, path, member.size, offset=member.offset, split=_SPLITS[match["split"]])
-                add_member(found, member, item, seen=seen)
+                add_member(found, member, item)
     return found
 
 

@@ -23,7 +23,6 @@ from data_prep.sources.base import (
     UnusableSource,
     check_series,
     is_image_name,
-    is_unsafe,
     split_of,
 )
 from data_prep.sources.tars import Member, add_member, is_side_file, members
@@ -82,7 +81,7 @@ def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
 
 def index(listing: Listing, config: DataConfig) -> Index:
     found, samples = Index(), []
-    paths = [file.path for file in used(listing, config)]
+    paths = [file.path for file in listing.files]
     check_series(path.removesuffix(".tar") for path in paths)
     for path in paths:
         split = split_of(path, config)
@@ -92,9 +91,8 @@ def index(listing: Listing, config: DataConfig) -> Index:
         with listing.open(path) as stream:
             samples += [(path, split, sample) for sample in _samples(found, stream, path, config)]
     labelled = any(sample.has_label for _, _, sample in samples)
-    seen: set[str] = set()
     for path, split, sample in samples:
-        _add(found, path, split, sample, labelled, seen)
+        _add(found, path, split, sample, labelled)
     return found
 
 
@@ -139,23 +137,17 @@ def _read_label(sample: _Sample, suffix: str, data: bytes) -> None:
         sample.problem = ("bad_label", f"its label is {data[:40]!r}, not a number")
 
 
-def _add(found: Index, path: str, split: str | None, sample: _Sample, labelled: bool, seen: set[str]) -> None:
+def _add(found: Index, path: str, split: str | None, sample: _Sample, labelled: bool) -> None:
     member = sample.image or sample.first
     label = sample.label if sample.problem is None else None
     item = Item(sample.key, path, member.size, offset=member.offset, label=label, split=split)
-    if sample.key in seen:
-        found.reject(item, "duplicate_name", f"{sample.key} occurs more than once; the first one is used")
-    elif not member.is_regular or is_unsafe(member.name):
-        add_member(found, member, item, seen=seen)
-    elif sample.image is None:
-        found.reject(item, "missing_image", f"the sample has only {', '.join(sorted(sample.names))}")
-    elif sample.problem is not None:
-        found.reject(item, *sample.problem)
+    problem = sample.problem
+    if sample.image is None:
+        problem = "missing_image", f"the sample has only {', '.join(sorted(sample.names))}"
     elif labelled and not sample.has_label:
-        found.reject(item, "missing_label", "the sample has no label, others have")
-    else:
-        add_member(found, member, item, seen=seen)
-    seen.add(sample.key)
+        problem = "missing_label", "the sample has no label, others have"
+    add_member(found, member, item, problem=problem)
+    found.seen.add(sample.key)  # the first sample counts, used or not
 
 
 def _stem(name: str) -> str:
