@@ -55,7 +55,6 @@ from data_prep.verify import readme
 
 LOCK = "build.lock"
 _PLAN = "_build/plan.json"
-_HEARTBEAT_SEC, _STALE_SEC = 2.0, 60.0
 _GRACE_SEC = 5.0  # a task whose driver was killed ends within seconds
 # Pixels that a task holds at once: few, so that it writes to the disk steadily; more where rows share what is read, so
 # that it is read and decoded seldom.
@@ -85,8 +84,7 @@ def build(
     """
     plan = make_plan(config, sources.find(config))
     store = open_store(out)
-    lock = Lock(store, file=LOCK, heartbeat_sec=_HEARTBEAT_SEC, stale_sec=_STALE_SEC, grace_sec=_GRACE_SEC)
-    with lock:
+    with Lock(store, file=LOCK, grace_sec=_GRACE_SEC) as lock:
         _prepare_folder(store, plan)
         sidecars: list[dict] = []
         bad = {record["key"]: record for record in plan.quarantine}
@@ -125,8 +123,7 @@ def _prepare_folder(store: Store, plan: Plan) -> None:
             if entry.path == "_build" or entry.path.startswith("res="):
                 store.delete(entry.path)
     store.remove_temporaries()
-    shards = [{"split": s.split, "index": s.index, "num_rows": len(s.rows)} for s in plan.shards]
-    store.write_text(_PLAN, json.dumps({"plan_hash": plan.hash, "shards": shards}, indent=1) + "\n")
+    store.write_text(_PLAN, json.dumps({"plan_hash": plan.hash}) + "\n")
 
 
 def _run(config: DataConfig, plan: Plan, out: str, num_cpus_per_task: float) -> Iterator[dict]:

@@ -2,11 +2,11 @@
 
 The holder writes who it is (host, pid, since when) and a heartbeat every few seconds. A process that this one can see
 holds its lock for as long as it lives. A holder on another machine is judged by watching the file, because its clock
-and ours may differ: a file that changes is held; one that stays the same for `stale_sec` is of a dead holder (for
-`watch_sec` if the heartbeat in it is old as well, or for whoever only wants to look).
+and ours may differ: a file that changes is held; one that stays the same for STALE_SEC is of a dead holder (for
+WATCH_SEC if the heartbeat in it is old as well, or for whoever only wants to look).
 
-A local lock is an exclusive create. Object stores have none: a lease is written, and read back after `settle_sec`, so
-of two processes that start in the same second one is refused. Even two writers would harm nothing: attempts have
+A local lock is an exclusive create. Object stores have none: a lease is written, and read back after SETTLE_SEC, so of
+two processes that start in the same second one is refused. Even two writers would harm nothing: attempts have
 folders of their own, and files appear whole.
 """
 
@@ -53,16 +53,10 @@ class Lock:
         store: Store,
         *,
         file: str = "run.lock",
-        heartbeat_sec: float = HEARTBEAT_SEC,
-        stale_sec: float = STALE_SEC,
-        watch_sec: float = WATCH_SEC,
-        settle_sec: float = SETTLE_SEC,
         grace_sec: float = 0.0,
         clock: Clock = time,
     ) -> None:
-        self.store, self.file = store, file
-        self.heartbeat_sec, self.stale_sec, self.watch_sec = heartbeat_sec, stale_sec, watch_sec
-        self.settle_sec, self.grace_sec, self.clock = settle_sec, grace_sec, clock
+        self.store, self.file, self.grace_sec, self.clock = store, file, grace_sec, clock
         self.lost = False  # another process took the lock because this one had been silent for too long
         self.token = uuid.uuid4().hex
         self._started = clock.time()
@@ -104,10 +98,10 @@ class Lock:
     def holder(self) -> dict[str, Any] | None:
         """The living process that holds the lock, None if it is free: {"token", "host", "pid", "since": seconds, ...}.
 
-        Takes up to `watch_sec` where the lock is another machine's.
+        Takes up to WATCH_SEC where the lock is another machine's.
         """
         found = self._read()
-        return None if found is None else self._living(found, within_sec=self.watch_sec)
+        return None if found is None else self._living(found, within_sec=WATCH_SEC)
 
     # ---- taking it ----
 
@@ -117,7 +111,7 @@ class Lock:
             if self._read() is not None:
                 return False
             self._write()
-            self.clock.sleep(self.settle_sec)
+            self.clock.sleep(SETTLE_SEC)
             found = self._read()
             if not self._is_ours(found):
                 raise UserError(refusal_to_share(self.store, found or {}))
@@ -134,8 +128,8 @@ class Lock:
     def _wait_for_death(self, found: dict[str, Any], deadline: float) -> None:
         """Returns when the lock is free, and removed; raises UserError when its holder lives past the deadline."""
         while True:
-            looks_old = self.clock.time() - found.get("heartbeat", 0.0) > self.stale_sec
-            living = self._living(found, within_sec=self.watch_sec if looks_old else self.stale_sec)
+            looks_old = self.clock.time() - found.get("heartbeat", 0.0) > STALE_SEC
+            living = self._living(found, within_sec=WATCH_SEC if looks_old else STALE_SEC)
             if living is None:
                 return self._remove(found)
             if self.clock.monotonic() >= deadline:
@@ -148,7 +142,7 @@ class Lock:
 
     def _living(self, holder: dict[str, Any], *, within_sec: float) -> dict[str, Any] | None:
         """The lock's content if its holder lives; None if not, or if the lock was removed meanwhile."""
-        if _is_visible(holder):  # a living process keeps its lock, however long it was suspended
+        if holder.get("place") == _place():  # a living process keeps its lock, however long it was suspended
             return holder if _is_alive(holder) else None
         if self._watched is None or self._watched[0] != holder:
             self._watched = holder, self.clock.monotonic()
@@ -184,7 +178,7 @@ class Lock:
     # ---- holding it ----
 
     def _beat(self) -> None:
-        while not self._stop.wait(self.heartbeat_sec) and not self.lost:
+        while not self._stop.wait(HEARTBEAT_SEC) and not self.lost:
             try:
                 self.beat()
             except OSError:
@@ -203,25 +197,20 @@ class Lock:
         return found is not None and found.get("token") == self.token
 
     def _read(self) -> dict[str, Any] | None:
+        """The lock's content, None where there is no lock. Nothing is known of the holder of one not written yet."""
         try:
-            content = self.store.read_bytes(self.file)
+            return _parse(self.store.read_bytes(self.file))
         except FileNotFoundError:
             return None
-        found = _parse(content)
-        if not found and self.store.is_local:
-            # Created but not written yet, or its writer died in between: only the file's age says something.
-            try:
-                return {"heartbeat": os.path.getmtime(self.store.path(self.file))}
-            except FileNotFoundError:
-                return None
-        return found
 
     def _write(self) -> None:
         self.store.write_bytes(self.file, self._content())
 
     def _content(self) -> bytes:
-        times = {"since": self._started, "heartbeat": self.clock.time()}
-        return json.dumps({"token": self.token, **_this_process(), **times}).encode()
+        process = psutil.Process()
+        who = {"token": self.token, "host": socket.gethostname(), "place": _place(), "pid": process.pid}
+        times = {"process_started": process.create_time(), "since": self._started, "heartbeat": self.clock.time()}
+        return json.dumps(who | times).encode()
 
 
 def described(holder: Mapping[str, Any]) -> str:
@@ -238,20 +227,9 @@ def refusal_to_share(store: Store, holder: Mapping[str, Any]) -> str:
 
 def _parse(content: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(content)
-    except ValueError:
+        return dict(json.loads(content))
+    except (ValueError, TypeError):
         return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _this_process() -> dict[str, Any]:
-    process = psutil.Process()
-    return {
-        "host": socket.gethostname(),
-        "place": _place(),
-        "pid": process.pid,
-        "process_started": process.create_time(),
-    }
 
 
 def _place() -> str:
@@ -262,12 +240,8 @@ def _place() -> str:
         return socket.gethostname()
 
 
-def _is_visible(holder: Mapping[str, Any]) -> bool:
-    return holder.get("place") == _place()
-
-
 def _is_alive(holder: Mapping[str, Any]) -> bool:
-    """Whether a visible holder lives. One that does not say its pid and start time counts as dead."""
+    """Whether a holder in this place lives. One that does not say its pid and start time counts as dead."""
     try:
         process = psutil.Process(holder["pid"])
         same = abs(process.create_time() - holder["process_started"]) < 2.0  # else the pid was reused

@@ -14,8 +14,14 @@ from typing import Any
 import pytest
 from pyarrow._fs import _MockFileSystem
 
+from data_prep import lock as module
 from data_prep.files import Store, UserError, open_store
 from data_prep.lock import STALE_SEC, WATCH_SEC, Lock
+
+
+@pytest.fixture(autouse=True)
+def leases_settle_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SETTLE_SEC", 0.0)
 
 
 @pytest.fixture(params=["local", "object store"])
@@ -44,7 +50,7 @@ class Clock:
 
 
 def lock(store: Store, clock: Clock | None = None, **options: Any) -> Lock:
-    return Lock(store, clock=clock or Clock(), **{"settle_sec": 0.0, "heartbeat_sec": 3600.0, **options})
+    return Lock(store, clock=clock or Clock(), **options)
 
 
 def held(store: Store, **changes: object) -> None:
@@ -174,23 +180,20 @@ def test_a_half_written_lock_file_is_watched_too(tmp_path: Path) -> None:
     """Its writer died just then, or is about to write the rest."""
     store, file, clock = open_store(tmp_path), tmp_path / "run.lock", Clock()
     file.touch()
-    with lock(store, clock, watch_sec=5.0, stale_sec=9.0):
-        assert clock.seconds == 9.0
-    file.touch()
-    os.utime(file, (1, 1))
-    with lock(store, clock, watch_sec=5.0, stale_sec=9.0):
-        assert clock.seconds == 9.0 + 5.0
+    with lock(store, clock):
+        assert clock.seconds == WATCH_SEC
     file.touch()
     clock.then = lambda seconds: file.write_text('{"token": "other", "host": "elsewhere"}')
     with pytest.raises(UserError, match="in use by another process"):
-        lock(store, clock, watch_sec=5.0).acquire()
+        lock(store, clock).acquire()
 
 
 # ---- holding it ----------------------------------------------------------------------------------------------------
 
 
-def test_a_heartbeat_changes_the_lock_and_a_thread_gives_it(store: Store) -> None:
-    with lock(store, heartbeat_sec=0.001) as taken:
+def test_a_heartbeat_changes_the_lock_and_a_thread_gives_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_SEC", 0.001)
+    with lock(store) as taken:
         first = store.read_bytes("run.lock")
         deadline = time.monotonic() + 10
         while store.read_bytes("run.lock") == first:
