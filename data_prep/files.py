@@ -30,14 +30,11 @@ from typing import BinaryIO, ParamSpec, TypeVar
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-SCHEMES = ("file", "s3", "gs")
-
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{8}-\d+$")  # random, then the writer's pid
 _TRANSIENT = {
-    *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EPIPE, errno.ECONNREFUSED),
-    *(errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN),
-    *(errno.ENETRESET, errno.ENOTCONN),
-}
+    *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EHOSTUNREACH, errno.EHOSTDOWN),
+    *(errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENOTCONN),
+}  # beside those that Python makes a ConnectionError or TimeoutError of
 # pyarrow reports errors of object stores and of the network as text.
 _TRANSIENT_WORDS = re.compile(
     r"AWS Error (NETWORK_CONNECTION|SLOW_DOWN|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|THROTTLING|REQUEST_TIMEOUT|"
@@ -256,20 +253,10 @@ class Store:
             digest.update(chunk)
         return digest.hexdigest()
 
-    def download(self, relative: str, target: Path | str) -> None:
-        """Copies a file, or all files below a folder, to a local path. Raises FileNotFoundError."""
-        target, entry = Path(target), self.info(relative)
-        if entry is None:
-            raise FileNotFoundError(f"{self.uri_of(relative)} does not exist")
-        files = self.walk(relative) if entry.is_folder else [entry]
-        for file in files:
-            inside = posixpath.relpath(file.path, relative) if entry.is_folder and relative else file.path
-            self._get(file.path, target / inside if entry.is_folder else target)
-
     @retried
-    def _get(self, relative: str, target: Path) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("wb") as out:
+    def download(self, relative: str, target: Path | str) -> None:
+        """Copies a file to a local path. Raises FileNotFoundError."""
+        with open(target, "wb") as out:
             for chunk in self.chunks(relative):
                 out.write(chunk)
 
@@ -283,13 +270,14 @@ class Store:
         self.write_bytes(relative, text.encode())
 
     def upload(self, source: Path | str, relative: str) -> None:
-        """Copies a local file, or all files below a local folder, to `relative`."""
-        source = Path(source)
-        if source.is_file():
-            self._put_file(source, relative)
-            return
-        for file in sorted(p for p in source.rglob("*") if p.is_file()):
-            self._put_file(file, posixpath.join(relative, file.relative_to(source).as_posix()))
+        """Copies a local file."""
+
+        def fill(stream: BinaryIO | HashedStream) -> None:
+            with open(source, "rb") as reader:
+                while chunk := reader.read(_CHUNK):
+                    stream.write(chunk)
+
+        self._put(relative, fill)
 
     @contextmanager
     def writing(self, relatives: Sequence[str]) -> Iterator[dict[str, HashedStream]]:
@@ -306,7 +294,7 @@ class Store:
             with ExitStack() as stack:
                 yield {relative: HashedStream(stack.enter_context(p.open("wb"))) for relative, p in scratch.items()}
             for relative, place in scratch.items():
-                self._put_file(place, relative)
+                self.upload(place, relative)
 
     def _writing_locally(self, relatives: Sequence[str]) -> Iterator[dict[str, HashedStream]]:
         suffix = f".tmp-{secrets.token_hex(4)}-{os.getpid()}"
@@ -329,14 +317,6 @@ class Store:
             for path in targets.values():
                 if os.path.exists(path + suffix):
                     os.remove(path + suffix)
-
-    def _put_file(self, source: Path, relative: str) -> None:
-        def fill(stream: BinaryIO | HashedStream) -> None:
-            with source.open("rb") as reader:
-                while chunk := reader.read(_CHUNK):
-                    stream.write(chunk)
-
-        self._put(relative, fill)
 
     @retried
     def _put(self, relative: str, fill: Callable[[BinaryIO | HashedStream], object]) -> None:
@@ -383,7 +363,7 @@ def open_store(uri: str | os.PathLike[str]) -> Store:
         path = urllib.parse.unquote(text.removeprefix("file://")) if scheme else text
         path = os.path.abspath(os.path.expanduser(path))
         return Store(path, filesystem=pafs.LocalFileSystem(), base=path)
-    if scheme not in SCHEMES:
+    if scheme not in ("s3", "gs"):
         raise UserError(f"{text!r} cannot be opened: use a local path, file://, s3:// or gs://, not {scheme}://")
     try:
         filesystem, base = pafs.FileSystem.from_uri(text)

@@ -40,7 +40,9 @@ def s3() -> Iterator[Callable[[str], str]]:
 def upload(folder: pathlib.Path, uri: str) -> None:
     store = open_store(uri)
     store.filesystem.create_dir(store.base.partition("/")[0])
-    store.upload(folder, "")
+    for file in folder.rglob("*"):
+        if file.is_file():
+            store.upload(file, file.relative_to(folder).as_posix())
 
 
 def write_sources(root: pathlib.Path, jpegs: list[tuple[str, bytes]]) -> dict[str, DataConfig]:
