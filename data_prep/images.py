@@ -17,8 +17,8 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
-from data_prep import resize
 from data_prep.files import printable
+from data_prep.resize import resize_area
 
 MAX_PIXELS = 100_000_000  # of one source image; checked in the header, before memory is taken
 MAX_WEBP_PIXELS = 64_000_000  # its decoder takes twice the memory per pixel of the others
@@ -251,19 +251,9 @@ def tile_origins(height: int, width: int, *, size: int, stride: int) -> list[tup
     return [(y, x) for y in range(0, height - size + 1, stride) for x in range(0, width - size + 1, stride)]
 
 
-def resize_area(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """(H, W, 3) uint8 -> (height, width, 3) float32, means over areas, equal bit for bit to TensorFlow's ResizeArea."""
-    return resize.resize_area(pixels, [(height, width)])[0]
-
-
 def to_uint8(pixels: np.ndarray, *, profile: str) -> np.ndarray:
     """float32 within 0 and 255 -> uint8: `tf` truncates as a cast does, `accurate` rounds to nearest."""
     return (np.rint(pixels) if profile == "accurate" else pixels).astype(np.uint8)
-
-
-def resize_square(square: np.ndarray, side: int, *, profile: str) -> np.ndarray:
-    """(H, W, 3) uint8 -> (side, side, 3) uint8."""
-    return resize_squares(square, [side], profile=profile)[side]
 
 
 def resize_squares(square: np.ndarray, sides: list[int], *, profile: str) -> dict[int, np.ndarray]:
@@ -273,7 +263,7 @@ def resize_squares(square: np.ndarray, sides: list[int], *, profile: str) -> dic
     the rounding.
     """
     others = [side for side in sides if square.shape[:2] != (side, side)]
-    resized = resize.resize_area(square, [(side, side) for side in others]) if others else []
+    resized = resize_area(square, [(side, side) for side in others]) if others else []
     found = {side: to_uint8(array, profile=profile) for side, array in zip(others, resized, strict=True)}
     return {side: found.get(side, square) for side in sides}
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import ray.data
 
-from data_prep.parquet import Shard, open_dataset, permutation, pixel_column, pixels, pixels_of, read_shard
+from data_prep.parquet import Shard, open_dataset, permutation, pixel_column, pixels, read_shard
 from data_prep.ray_compat import Paced, set_num_cpus
 
 _TASK_BYTES = 16_000_000  # of pixels that one read task returns, about
@@ -174,15 +174,7 @@ def _row_group(stream: _Stream, group: int, cache_bytes: int) -> pa.Table:
     return table
 
 
-def collate(batch: pa.Table | Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A batch of the stream -> px uint8 (B, R, R, 3), key (B,) of str, epoch int32 (B,), position int64 (B,).
-
-    Best with `iter_batches(batch_format="pyarrow")`, where px is not copied once more. A dictionary of arrays, which
-    Ray's other batch formats give, works too. The px array may be read-only.
-    """
-    if isinstance(batch, pa.Table):
-        px = pixels(batch)
-        names = ("key", "epoch", "position")
-        return {"px": px, **{name: batch.column(name).to_numpy() for name in names}}
-    column = pa.array(list(batch["px"]), pa.binary(len(batch["px"][0])))
-    return {**{name: np.asarray(batch[name]) for name in ("key", "epoch", "position")}, "px": pixels_of(column)}
+def collate(batch: pa.Table) -> dict[str, np.ndarray]:
+    """A batch of `iter_batches(batch_format="pyarrow")` -> px uint8 (B, R, R, 3), which may be read-only, key (B,) of
+    str, epoch int32 (B,), position int64 (B,)."""
+    return {"px": pixels(batch), **{name: batch.column(name).to_numpy() for name in ("key", "epoch", "position")}}

@@ -60,17 +60,10 @@ def shard_path(*, resolution: int, bits: int, split: str, index: int, num_shards
     return f"res={resolution}/bits={bits}/{split}-{index:05d}-of-{num_shards:05d}.parquet"
 
 
-def default_row_group_rows(resolution: int) -> int:
-    return max(1, ROW_GROUP_BYTES // (resolution * resolution * 3))
-
-
 def pixels(table: pa.Table) -> np.ndarray:
     """The px column as (N, R, R, 3) uint8 without a copy where the column is one chunk."""
-    column = table.column("px").combine_chunks() if table.column("px").num_chunks != 1 else table.column("px").chunk(0)
-    return pixels_of(column)
-
-
-def pixels_of(column: pa.FixedSizeBinaryArray) -> np.ndarray:
+    chunks = table.column("px")
+    column = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
     width = column.type.byte_width
     side = round((width // 3) ** 0.5)
     assert side * side * 3 == width, f"px holds {width} bytes, which is not a square of RGB pixels"
@@ -129,10 +122,13 @@ class ShardWriter:
         bits: list[int],
         row_group_rows: int | None,
     ) -> None:
-        self._store = store
-        self._split, self._index, self._num_shards = split, index, num_shards
-        self._bits = bits
-        self._group_rows = {r: row_group_rows or default_row_group_rows(r) for r in resolutions}
+        self._store, self._split, self._index, self._bits = store, split, index, bits
+        self._paths = {
+            (r, b): shard_path(resolution=r, bits=b, split=split, index=index, num_shards=num_shards)
+            for r in resolutions
+            for b in bits
+        }
+        self._group_rows = {r: row_group_rows or max(1, ROW_GROUP_BYTES // (r * r * 3)) for r in resolutions}
         self._pending: dict[int, list[tuple[pa.Table, np.ndarray]]] = {r: [] for r in resolutions}
         self._row_groups: dict[int, list[int]] = {r: [] for r in resolutions}
         self._streams: dict[tuple[int, int], HashedStream] = {}
@@ -140,10 +136,9 @@ class ShardWriter:
         self._low = np.empty(0, np.uint8)  # values of a low depth, of one row group after another
 
     def __enter__(self) -> ShardWriter:
-        paths = {(r, bits): self._path(r, bits) for r in self._pending for bits in self._bits}
         with ExitStack() as stack:  # when a writer cannot start, the files vanish again
-            streams = stack.enter_context(self._store.writing(list(paths.values())))
-            for (resolution, bits), path in paths.items():
+            streams = stack.enter_context(self._store.writing(list(self._paths.values())))
+            for (resolution, bits), path in self._paths.items():
                 writer = pq.ParquetWriter(
                     streams[path],
                     schema(resolution),
@@ -190,16 +185,11 @@ class ShardWriter:
         """What was written; call it after the `with` block."""
         found = []
         for (resolution, bits), stream in self._streams.items():
-            path, groups = self._path(resolution, bits), self._row_groups[resolution]
+            path, groups = self._paths[resolution, bits], self._row_groups[resolution]
             found.append(
                 Shard(path, self._split, self._index, resolution, bits, stream.num_bytes, stream.sha256, groups)
             )
         return found
-
-    def _path(self, resolution: int, bits: int) -> str:
-        return shard_path(
-            resolution=resolution, bits=bits, split=self._split, index=self._index, num_shards=self._num_shards
-        )
 
     def _write_group(self, resolution: int, parts: list[tuple[pa.Table, np.ndarray]]) -> None:
         names = pa.concat_tables([part for part, _ in parts]).combine_chunks()

@@ -70,7 +70,7 @@ def test_center_crops_are_decoded_cropped_resized_and_shifted(config: DataConfig
             data = (tmp_path / "raw" / key).read_bytes()
             square = images.center_crop(images.decode(data, profile="tf").pixels)
             assert (height, width) == (60, 80)
-            assert np.array_equal(px, images.resize_square(square, 8, profile="tf") >> 5), key
+            assert np.array_equal(px, images.resize_squares(square, [8], profile="tf")[8] >> 5), key
             found.add(key)
     assert found == {path.name for path in (tmp_path / "raw").iterdir()}
     assert "photos" in (tmp_path / "set" / "README.md").read_text()
@@ -118,7 +118,7 @@ def test_tiles_split_by_photo_and_held_out_ones_do_not_overlap(config: DataConfi
             top, left = (int(number[1:]) for number in place.split("_"))
             whole = images.decode((tmp_path / "raw" / photo).read_bytes(), profile="tf").pixels
             tile = whole[top : top + 32, left : left + 32]
-            assert np.array_equal(px, images.resize_square(tile, 16, profile="tf")), key
+            assert np.array_equal(px, images.resize_squares(tile, [16], profile="tf")[16]), key
     assert {split: len(found) for split, found in photos.items()} == {"train": 7, "valid": 2, "test": 3}
     assert not set.intersection(photos["train"], photos["valid"] | photos["test"])
     assert not photos["valid"] & photos["test"]

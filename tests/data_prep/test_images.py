@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from data_prep import images, parquet
+from data_prep.resize import resize_area
 
 # What TensorFlow itself made of inputs that a formula gives. Sizes are chosen so that another order of the sums, or a
 # fused multiply-add, changes some value.
@@ -41,7 +42,7 @@ def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
 @pytest.mark.parametrize("case", TENSORFLOW_AREA["resized"], ids=lambda case: "{}x{}-{}x{}".format(*case))
 def test_area_resize_equals_tensorflow(case: list) -> None:
     height, width, out_height, out_width, as_float, as_uint8 = case
-    resized = images.resize_area(formula_image(height, width), out_height, out_width)
+    resized = resize_area(formula_image(height, width), [(out_height, out_width)])[0]
     assert resized.dtype == np.float32
     assert sha256(resized) == as_float
     assert sha256(images.to_uint8(resized, profile="tf")) == as_uint8
@@ -51,7 +52,7 @@ def test_area_resize_equals_tensorflow(case: list) -> None:
 def test_flat_areas_lose_a_level_where_they_do_in_tensorflow(case: list) -> None:
     """The float32 reciprocal of the area makes 254.99998 of some flat 255: truncation shows it, rounding does not."""
     value, side, out, low, high, nearest = case
-    resized = images.resize_area(np.full((side, side, 3), value, np.uint8), out, out)
+    resized = resize_area(np.full((side, side, 3), value, np.uint8), [(out, out)])[0]
     truncated, rounded = (images.to_uint8(resized, profile=profile) for profile in ("tf", "accurate"))
     assert (truncated.min(), truncated.max()) == (low, high)
     assert (rounded == nearest).all()
@@ -59,9 +60,9 @@ def test_flat_areas_lose_a_level_where_they_do_in_tensorflow(case: list) -> None
 
 def test_area_resize_by_hand() -> None:
     square = np.arange(16, dtype=np.uint8).reshape(4, 4, 1).repeat(3, axis=2)
-    halved = images.resize_area(square, 2, 2)[:, :, 0]
+    halved = resize_area(square, [(2, 2)])[0][:, :, 0]
     assert np.array_equal(halved, [[2.5, 4.5], [10.5, 12.5]])
-    assert np.array_equal(images.resize_area(square, 4, 4), square.astype(np.float32))
+    assert np.array_equal(resize_area(square, [(4, 4)])[0], square.astype(np.float32))
 
 
 def test_golden_pngs(shared: pathlib.Path) -> None:
@@ -71,7 +72,7 @@ def test_golden_pngs(shared: pathlib.Path) -> None:
     for case in cases:
         pixels = images.decode((folder / case["png"]).read_bytes(), profile="tf").pixels
         for out in case["outputs"]:
-            resized = images.resize_area(pixels, out["oh"], out["ow"])
+            resized = resize_area(pixels, [(out["oh"], out["ow"])])[0]
             assert np.array_equal(resized, expected[out["key"]]), out["key"]
             assert sha256(np.rint(resized).astype(np.uint8)) == out["sha256_rint_u8"]
 
@@ -79,7 +80,7 @@ def test_golden_pngs(shared: pathlib.Path) -> None:
 def test_golden_formula_images(shared: pathlib.Path) -> None:
     cases = json.loads((shared / "golden_resize" / "manifest.json").read_text())["synthetic"]
     for case in cases:
-        resized = images.resize_area(formula_image(case["h"], case["w"]), case["oh"], case["ow"])
+        resized = resize_area(formula_image(case["h"], case["w"]), [(case["oh"], case["ow"])])[0]
         assert sha256(resized) == case["sha256_f32"], case["key"]
 
 
@@ -93,7 +94,7 @@ def test_golden_jpegs_end_to_end(shared: pathlib.Path) -> None:
             pixels = images.decode(data, profile=profile).pixels
             assert sha256(pixels) == case[f"sha256_decoded_{dct}"]
             for side in (32, 64):
-                resized = images.resize_area(images.center_crop(pixels), side, side)
+                resized = resize_area(images.center_crop(pixels), [(side, side)])[0]
                 key = f"{case['jpg'][:-4]}__{dct}__{side}"
                 assert np.array_equal(images.to_uint8(resized, profile="tf"), expected[key]), key
 
@@ -227,7 +228,7 @@ def test_a_square_may_be_squashed() -> None:
     pixels = formula_image(60, 90)
     squashed = images.resize_squares(pixels, [16, 8], profile="tf")
     for side in (16, 8):
-        assert np.array_equal(squashed[side], images.resize_area(pixels, side, side).astype(np.uint8))
+        assert np.array_equal(squashed[side], resize_area(pixels, [(side, side)])[0].astype(np.uint8))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -68,7 +68,7 @@ def test_order_is_decided_by_the_seed_and_not_by_depth(uri: str):
     keys = stream(uri, 0, 60)["key"].tolist()
     assert stream(uri, 0, 60)["key"].tolist() == keys != stream(uri, 0, 60, seed=4)["key"].tolist()
     low = ingest.train_stream(uri, resolution=8, bits=3, seed=3, start_row=0, num_rows=60)
-    rows = ingest.collate(next(iter(low.iter_batches(batch_size=60, batch_format="numpy"))))
+    rows = ingest.collate(next(iter(low.iter_batches(batch_size=60, batch_format="pyarrow"))))
     assert rows["key"].tolist() == keys
     assert np.array_equal(rows["px"], stream(uri, 0, 60)["px"] >> 5)
 

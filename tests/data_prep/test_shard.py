@@ -24,6 +24,7 @@ from data_prep.build import write_shard
 from data_prep.config import DataConfig
 from data_prep.parquet import QUARANTINE_SCHEMA, draws
 from data_prep.plan import content_of, make_plan, num_duplicates
+from data_prep.resize import resize_area
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def sidecar_of(config: DataConfig, out: pathlib.Path) -> dict:
 
 def test_squash_keeps_all_of_a_photo(config: DataConfig, rendered: Callable):
     for key, (_, px) in rendered(dataclasses.replace(config, crop="squash"))["train"].items():
-        assert np.array_equal(px, images.resize_area(whole(config, key), 16, 16).astype(np.uint8)), key
+        assert np.array_equal(px, resize_area(whole(config, key), [(16, 16)])[0].astype(np.uint8)), key
 
 
 def test_random_squares_lie_where_seed_and_key_say(config: DataConfig, rendered: Callable):
@@ -56,7 +57,7 @@ def test_random_squares_lie_where_seed_and_key_say(config: DataConfig, rendered:
         longer, side = max(pixels.shape[:2]), min(pixels.shape[:2])
         (place,) = draws(3, [key], [0], purpose="crop", high=longer - side + 1)
         square = pixels[place:, :][:side] if key.startswith("tall/") else pixels[:, place:][:, :side]
-        assert np.array_equal(px, images.resize_square(square, 16, profile="tf")), key
+        assert np.array_equal(px, images.resize_squares(square, [16], profile="tf")[16]), key
         places.add(int(place))
     assert len(places) > 4
 
@@ -66,7 +67,7 @@ def test_rounding_and_dct_are_separate_choices(config: DataConfig, rendered: Cal
     data = {key: (pathlib.Path(config.root) / key).read_bytes() for key in rendered(mixed)["train"]}
     for key, (_, px) in rendered(mixed)["train"].items():
         square = images.center_crop(images.decode(data[key], profile="accurate").pixels)
-        assert np.array_equal(px, images.resize_square(square, 16, profile="tf")), key
+        assert np.array_equal(px, images.resize_squares(square, [16], profile="tf")[16]), key
 
 
 def test_photos_that_would_be_scaled_up_can_be_refused(config: DataConfig, tmp_path: pathlib.Path):

@@ -63,7 +63,7 @@ def test_numbered_files_are_split_by_number(
     for part in found.values():
         for key, (_, px) in part.items():
             whole = images.decode(faces[int(key.partition(".")[0]) - 8][1], profile="tf").pixels
-            assert np.array_equal(px, images.resize_square(whole, 32, profile="tf"))
+            assert np.array_equal(px, images.resize_squares(whole, [32], profile="tf")[32])
 
 
 def test_thirty_thousand_numbers_are_recognised_and_counted():

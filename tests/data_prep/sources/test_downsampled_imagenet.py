@@ -29,7 +29,7 @@ def config(root: pathlib.Path, dataset: str, **changes: object) -> DataConfig:
 def squares(jpegs: list) -> np.ndarray:
     """(6, 32, 32, 3) uint8, made of the JPEGs."""
     whole = [images.center_crop(images.decode(data, profile="tf").pixels) for _, data in jpegs]
-    return np.stack([images.resize_square(square, 32, profile="tf") for square in whole])
+    return np.stack([images.resize_squares(square, [32], profile="tf")[32] for square in whole])
 
 
 def png(square: np.ndarray) -> bytes:

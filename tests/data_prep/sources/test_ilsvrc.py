@@ -79,7 +79,7 @@ def test_tars_folders_and_kaggle_give_the_same_rows(tmp_path: pathlib.Path, jpeg
     for i, (synset, data) in enumerate(jpegs):
         label, px = (rows["train"] | rows["valid"])[f"train/{synset}/{synset}_1.JPEG"]
         square = images.center_crop(images.decode(data, profile="tf").pixels)
-        assert label == i and np.array_equal(px, images.resize_square(square, 16, profile="tf"))
+        assert label == i and np.array_equal(px, images.resize_squares(square, [16], profile="tf")[16])
     assert [rows["test"][f"val/{name}"][0] for name in VAL] == [5, 0, 3]
     for other in ("folders", "kaggle"):
         for split, part in rows.items():

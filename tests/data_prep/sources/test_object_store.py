@@ -68,7 +68,7 @@ def write_sources(root: pathlib.Path, jpegs: list[tuple[str, bytes]]) -> dict[st
     )
     pq.write_table(pa.table({"image": rows}), root / "parquet" / "train.parquet", row_group_size=4)
     pixels = np.stack(
-        [images.resize_square(images.decode(data, profile="tf").pixels, 32, profile="tf") for _, data in jpegs]
+        [images.resize_squares(images.decode(data, profile="tf").pixels, [32], profile="tf")[32] for _, data in jpegs]
     )
     planes = pixels.transpose(0, 3, 1, 2).reshape(len(jpegs), -1)
     for name, save in (("stored", np.savez), ("deflated", np.savez_compressed)):

@@ -36,7 +36,7 @@ def write_parquet(path: pathlib.Path, rows: list[dict], *, labels: list[int] | N
 
 
 def square_of(data: bytes) -> np.ndarray:
-    return images.resize_square(images.center_crop(images.decode(data, profile="tf").pixels), 16, profile="tf")
+    return images.resize_squares(images.center_crop(images.decode(data, profile="tf").pixels), [16], profile="tf")[16]
 
 
 # ---- hf_parquet ----------------------------------------------------------------------------------------------------
