@@ -8,17 +8,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import pickle
 import shutil
 import tarfile
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
 from data_prep import images, sources
-from data_prep.build import write_shard
 from data_prep.config import DataConfig
-from data_prep.plan import make_plan, num_duplicates
+from data_prep.plan import Plan, make_plan, num_duplicates
 from data_prep.sources import UnusableSource
 
 FOLDER = pathlib.Path(__file__).parents[2].parent / "shared" / "bad_inputs"
@@ -55,24 +54,17 @@ def prepared(case: dict, root: pathlib.Path) -> DataConfig:
     )
 
 
-def outcome(config: DataConfig, out: pathlib.Path) -> tuple[int, Counter, Counter, int]:
-    """(rows, conversions, quarantine by reason, images with the content of another) of all shards, without Ray."""
-    plan = make_plan(config, sources.find(config))
-    rows, conversions, contents = 0, Counter(), [plan.contents]
-    reasons = Counter(record["reason"] for record in plan.rejected + plan.quarantine)
-    for shard in plan.shards:
-        task, place = {"shard": pickle.dumps(shard)}, (plan.source.name, plan.source.root)
-        answer = write_shard(task, config=config, source=place, out=str(out), plan_hash=plan.hash)
-        sidecar = json.loads(answer["sidecar"])
-        rows += sidecar["num_rows"]
-        conversions.update(sidecar["conversions"])
-        reasons.update(record["reason"] for record in sidecar["quarantine"])
-        contents.append(sidecar["contents"])
-    return rows, conversions, reasons, num_duplicates(contents)
+def outcome(plan: Plan, sidecars: list[dict]) -> tuple[int, Counter, Counter, int]:
+    """(rows, conversions, quarantine by reason, images with the content of another) of all shards."""
+    records = plan.rejected + plan.quarantine + [record for found in sidecars for record in found["quarantine"]]
+    conversions = sum((Counter(found["conversions"]) for found in sidecars), Counter())
+    duplicates = num_duplicates([plan.contents, *(found["contents"] for found in sidecars)])
+    reasons = Counter(record["reason"] for record in records)
+    return sum(found["num_rows"] for found in sidecars), conversions, reasons, duplicates
 
 
 @pytest.mark.parametrize("case", CASES or [None], ids=[case["file"] for case in CASES] or ["absent"])
-def test_case_gets_its_action_and_reason(case: dict | None, tmp_path: pathlib.Path):
+def test_case_gets_its_action_and_reason(case: dict | None, tmp_path: pathlib.Path, written: Callable):
     if case is None:
         pytest.skip("the folder with damaged files is not here")
     config = prepared(case, tmp_path / "raw")
@@ -81,7 +73,7 @@ def test_case_gets_its_action_and_reason(case: dict | None, tmp_path: pathlib.Pa
             make_plan(config, sources.find(config))
         assert error.value.reason == case["reason"]
         return
-    rows, conversions, reasons, duplicates = outcome(config, tmp_path / "set")
+    rows, conversions, reasons, duplicates = outcome(*written(config, tmp_path / "set"))
     expect = case.get("expect", {})
     if case["action"] in ("accept", "convert"):
         assert rows >= 1 and not reasons
@@ -116,7 +108,9 @@ def test_label_minus_one_is_null_and_labels_reach_the_rows(shared: pathlib.Path,
         assert all(images.decode(reader.read(item), profile="tf").pixels.size for item in found.items)
 
 
-def test_strict_jpeg_and_min_side_turn_acceptance_into_quarantine(shared: pathlib.Path, tmp_path: pathlib.Path):
+def test_strict_jpeg_and_min_side_turn_acceptance_into_quarantine(
+    shared: pathlib.Path, tmp_path: pathlib.Path, written: Callable
+):
     by_file = {case["file"]: case for case in CASES}
     for name, change, reason in [
         ("corrupt_entropy.JPEG", {"strict_jpeg": True}, "corrupt_data"),
@@ -124,13 +118,13 @@ def test_strict_jpeg_and_min_side_turn_acceptance_into_quarantine(shared: pathli
         ("ok_1x1.png", {"allow_upscaling": False}, "too_small"),
     ]:
         config = dataclasses.replace(prepared(by_file[name], tmp_path / name), **change)
-        assert outcome(config, tmp_path / f"{name}-set")[2] == {reason: 1}
+        assert outcome(*written(config, tmp_path / f"{name}-set"))[2] == {reason: 1}
 
 
-def test_a_tar_that_is_cut_off_can_be_allowed(shared: pathlib.Path, tmp_path: pathlib.Path):
+def test_a_tar_that_is_cut_off_can_be_allowed(shared: pathlib.Path, tmp_path: pathlib.Path, written: Callable):
     (case,) = (case for case in CASES if case["file"] == "train_truncated.tar")
     config = dataclasses.replace(prepared(case, tmp_path / "raw"), allow_truncated_archive=True)
-    rows, _, reasons, _ = outcome(config, tmp_path / "set")
+    rows, _, reasons, _ = outcome(*written(config, tmp_path / "set"))
     assert rows == 1 and not reasons
 
 

@@ -11,85 +11,26 @@ import pytest
 
 from data_prep import parquet
 from data_prep.files import open_store
-from data_prep.parquet import (
-    QUARANTINE,
-    QUARANTINE_SCHEMA,
-    Dataset,
-    Manifest,
-    ShardWriter,
-    keys_hash,
-    open_dataset,
-    pixel_column,
-    pixels,
-    schema,
-    shard_path,
-)
-
-NUM_ROWS, SIDES, BITS = 23, [8, 4], [3, 8]
+from data_prep.parquet import ShardWriter, open_dataset, pixel_column, pixels, schema, shard_path
 
 
-def rows(begin: int, end: int) -> tuple[pa.Table, dict[int, np.ndarray]]:
-    rng = np.random.default_rng(0)
-    squares = {side: rng.integers(0, 256, (NUM_ROWS, side, side, 3)).astype(np.uint8)[begin:end] for side in SIDES}
-    n = end - begin
-    columns = [[f"k{i}" for i in range(begin, end)], [None] * n, [60] * n, [80] * n, [1] * n]
-    fields = list(schema(8))[:-1]
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, fields, strict=True)]
-    return pa.Table.from_arrays(arrays, schema=pa.schema(fields)), squares
-
-
-def write(folder: pathlib.Path) -> Dataset:
-    """A small finished data set, without Ray: one shard in row groups of 10."""
-    writer = ShardWriter(
-        open_store(folder),
-        split="train",
-        index=0,
-        num_shards=1,
-        resolutions=SIDES,
-        bits=BITS,
-        row_group_rows=10,
-    )
-    with writer:
-        for begin, end in ((0, 4), (4, 21), (21, NUM_ROWS)):
-            writer.append(*rows(begin, end))
-    pq.write_table(QUARANTINE_SCHEMA.empty_table(), folder / QUARANTINE)
-    manifest = Manifest(
-        dataset="tiny",
-        plan_hash="p",
-        config={"resolutions": SIDES, "bits": BITS},
-        source={},
-        num_images={"train": NUM_ROWS},
-        num_photos={"train": NUM_ROWS},
-        split_hashes={"train": keys_hash(f"k{i}" for i in range(NUM_ROWS))},
-        quarantine={},
-        quarantine_sha256=open_store(folder).sha256(QUARANTINE),
-        conversions={},
-        shards=writer.shards(),
-        versions={},
-    )
-    (folder / "manifest.json").write_text(manifest.to_json())
-    return open_dataset(str(folder))
-
-
-def test_round_trip_at_every_resolution_and_depth(tmp_path: pathlib.Path):
-    dataset = write(tmp_path)
-    names, squares = rows(0, NUM_ROWS)
-    assert dataset.num_images("train") == NUM_ROWS
-    for side in SIDES:
-        for bits in BITS:
+def test_round_trip_at_every_resolution_and_depth(tiny: tuple):
+    dataset, names, squares = tiny
+    assert dataset.num_images("train") == 46
+    for side in (8, 4):
+        for bits in (3, 8):
             table = dataset.read(resolution=side, bits=bits, split="train")
             assert table.schema.equals(schema(side))
             assert table.drop_columns("px").equals(names)
             assert np.array_equal(pixels(table), parquet.low_depth(squares[side], bits))
-            (shard,) = dataset.shards(resolution=side, bits=bits, split="train")
-            assert shard.row_group_rows == [10, 10, 3]
+            for shard in dataset.shards(resolution=side, bits=bits, split="train"):
+                assert shard.row_group_rows == [10, 10, 3]
     only_keys = dataset.read(resolution=8, bits=8, split="train", columns=["key"])
     assert only_keys.column_names == ["key"]
 
 
-def test_file_has_zstd_checksums_and_no_images_in_its_footer(tmp_path: pathlib.Path):
-    write(tmp_path)
-    path = tmp_path / shard_path(resolution=8, bits=8, split="train", index=0, num_shards=1)
+def test_file_has_zstd_checksums_and_no_images_in_its_footer(tiny: tuple, tmp_path: pathlib.Path):
+    path = tmp_path / shard_path(resolution=8, bits=8, split="train", index=0, num_shards=2)
     group = pq.read_metadata(path).row_group(0)
     by_name = {group.column(i).path_in_schema: group.column(i) for i in range(group.num_columns)}
     assert by_name["px"].compression == "ZSTD" and by_name["key"].is_stats_set and not by_name["px"].is_stats_set
@@ -98,7 +39,7 @@ def test_file_has_zstd_checksums_and_no_images_in_its_footer(tmp_path: pathlib.P
     data[by_name["px"].data_page_offset + 200] ^= 1
     path.write_bytes(data)
     with pytest.raises(OSError, match="CRC"):
-        open_dataset(str(tmp_path)).read(resolution=8, bits=8, split="train")
+        tiny[0].read(resolution=8, bits=8, split="train")
 
 
 def test_pixels_are_not_copied():
@@ -109,16 +50,7 @@ def test_pixels_are_not_copied():
     assert pixels(table.slice(0, 0)).shape == (0, 4, 4, 3)
 
 
-def test_failed_shard_leaves_no_file(tmp_path: pathlib.Path):
-    options = dict(split="train", index=0, num_shards=1, resolutions=SIDES, bits=BITS, row_group_rows=2)
-    with pytest.raises(RuntimeError), ShardWriter(open_store(tmp_path), **options) as writer:
-        writer.append(*rows(0, 9))
-        raise RuntimeError
-    assert [found for found in tmp_path.rglob("*") if found.is_file()] == []
-
-
-def test_unfinished_or_newer_data_set_is_refused(tmp_path: pathlib.Path):
-    write(tmp_path)
+def test_unfinished_or_newer_data_set_is_refused(tiny: tuple, tmp_path: pathlib.Path):
     manifest = tmp_path / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"schema_version": 1', '"schema_version": 99'))
     with pytest.raises(ValueError, match="99"):
@@ -128,8 +60,8 @@ def test_unfinished_or_newer_data_set_is_refused(tmp_path: pathlib.Path):
         open_dataset(str(tmp_path))
 
 
-def test_asking_for_what_is_not_there_names_what_is(tmp_path: pathlib.Path):
-    dataset = write(tmp_path)
+def test_asking_for_what_is_not_there_names_what_is(tiny: tuple):
+    dataset, _, _ = tiny
     with pytest.raises(ValueError, match=r"resolution is 16; .* has 8, 4"):
         dataset.shards(resolution=16, bits=8, split="train")
     with pytest.raises(ValueError, match=r"bits is 5; .* has 3, 8"):
@@ -138,15 +70,17 @@ def test_asking_for_what_is_not_there_names_what_is(tmp_path: pathlib.Path):
         dataset.read(resolution=8, bits=8, split="test")
 
 
-def test_sums_counted_while_writing_are_those_of_the_files(tmp_path: pathlib.Path):
-    dataset = write(tmp_path)
+def test_sums_counted_while_writing_are_those_of_the_files(tiny: tuple, tmp_path: pathlib.Path):
     store = open_store(tmp_path)
-    for shard in dataset.manifest.shards:
+    for shard in tiny[0].manifest.shards:
         assert (shard.bytes, shard.sha256) == (store.info(shard.path).bytes, store.sha256(shard.path))
 
 
 @pytest.mark.parametrize("when", ["open", "append", "close"])
-def test_failure_in_one_file_leaves_none(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, when: str):
+def test_failure_in_one_file_leaves_none(
+    tiny: tuple, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, when: str
+):
+    _, names, squares = tiny
     opened = []
 
     class Full(pq.ParquetWriter):
@@ -157,13 +91,12 @@ def test_failure_in_one_file_leaves_none(tmp_path: pathlib.Path, monkeypatch: py
             super().__init__(*arguments, **options)
 
         def write_table(self, table: pa.Table, **options: object) -> None:
-            if self is opened[2] and table.num_rows < 10:  # the last row group is written when the block ends
+            if self is opened[2] and (when == "append" or table.num_rows < 10):  # the last ones when the block ends
                 raise OSError("disk full")
             super().write_table(table, **options)
 
     monkeypatch.setattr(pq, "ParquetWriter", Full)
-    if when == "append":
-        monkeypatch.setattr(parquet, "low_depth", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        write(tmp_path)
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    options = dict(split="train", index=0, num_shards=1, resolutions=[8, 4], bits=[3, 8], row_group_rows=10)
+    with pytest.raises(OSError, match="disk full"), ShardWriter(open_store(tmp_path / "set"), **options) as writer:
+        writer.append(names, squares)
+    assert [path for path in (tmp_path / "set").rglob("*") if path.is_file()] == []

@@ -8,9 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
-import json
 import pathlib
-import pickle
 import tarfile
 from collections.abc import Callable
 
@@ -19,11 +17,10 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from data_prep import images, sources
-from data_prep.build import write_shard
+from data_prep import images
 from data_prep.config import DataConfig
 from data_prep.parquet import QUARANTINE_SCHEMA, draws
-from data_prep.plan import content_of, make_plan, num_duplicates
+from data_prep.plan import content_of, num_duplicates
 from data_prep.resize import resize_area
 
 
@@ -36,13 +33,6 @@ def config(tmp_path: pathlib.Path, make_photos: Callable) -> DataConfig:
 
 def whole(config: DataConfig, key: str) -> np.ndarray:
     return images.decode((pathlib.Path(config.root) / key).read_bytes(), profile="tf").pixels
-
-
-def sidecar_of(config: DataConfig, out: pathlib.Path) -> dict:
-    plan = make_plan(config, sources.find(config))
-    (shard,) = plan.shards
-    task, place = {"shard": pickle.dumps(shard)}, (plan.source.name, plan.source.root)
-    return json.loads(write_shard(task, config=config, source=place, out=str(out), plan_hash="p")["sidecar"])
 
 
 def test_squash_keeps_all_of_a_photo(config: DataConfig, rendered: Callable):
@@ -70,10 +60,11 @@ def test_rounding_and_dct_are_separate_choices(config: DataConfig, rendered: Cal
         assert np.array_equal(px, images.resize_squares(square, [16], profile="tf")[16]), key
 
 
-def test_photos_that_would_be_scaled_up_can_be_refused(config: DataConfig, tmp_path: pathlib.Path):
+def test_photos_that_would_be_scaled_up_can_be_refused(config: DataConfig, tmp_path: pathlib.Path, written: Callable):
     large = dataclasses.replace(config, image_size=50, resolutions=[50])
-    assert sidecar_of(large, tmp_path / "a")["conversions"] == {"upscaled": 4}  # the tall ones, 40 pixels wide
-    strict = sidecar_of(dataclasses.replace(large, allow_upscaling=False), tmp_path / "b")
+    _, (sidecar,) = written(large, tmp_path / "a")
+    assert sidecar["conversions"] == {"upscaled": 4}  # the tall ones, 40 pixels wide
+    _, (strict,) = written(dataclasses.replace(large, allow_upscaling=False), tmp_path / "b")
     assert [record["reason"] for record in strict["quarantine"]] == ["too_small"] * 4 and strict["num_rows"] == 4
 
 
@@ -86,7 +77,7 @@ def test_equal_content_is_counted_across_shards_and_tiles():
     assert num_duplicates([a, b, content_of("e", b"x" * 20_000)]) == 2
 
 
-def test_quarantine_says_where_the_bytes_are(tmp_path: pathlib.Path):
+def test_quarantine_says_where_the_bytes_are(tmp_path: pathlib.Path, written: Callable):
     good = io.BytesIO()
     Image.new("RGB", (20, 20), (9, 8, 7)).save(good, "PNG")
     root = tmp_path / "raw"
@@ -97,9 +88,8 @@ def test_quarantine_says_where_the_bytes_are(tmp_path: pathlib.Path):
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
     config = DataConfig(dataset="part", root=str(root), image_size=8, resolutions=[8], bits=[8])
-    plan = make_plan(config, sources.find(config))
-    (twice,) = plan.rejected
-    (broken,) = sidecar_of(config, tmp_path / "set")["quarantine"]
+    plan, (sidecar,) = written(config, tmp_path / "set")
+    (twice,), (broken,) = plan.rejected, sidecar["quarantine"]
     assert (twice["key"], twice["reason"]) == ("train/n0000000n1/a.png", "duplicate_name")
     assert (broken["key"], broken["reason"]) == ("train/n0000000n1/b.png", "not_an_image")
     archive = (root / "ILSVRC2012_img_train.tar").read_bytes()
