@@ -32,6 +32,9 @@ MAPPINGS = ("CelebA-HQ-to-CelebA-mapping.txt", "image_list.txt")  # the first th
 
 _SYSTEM_FILES = ("thumbs.db", "desktop.ini")
 _MAX_OPEN = 16  # files that stay open for further items
+MAX_FILE_BYTES = 320 << 20  # of one image: a BMP of images.MAX_PIXELS is smaller
+MAX_UNFOLDED_BYTES = 320 << 20  # of what is read at once, unless it is also large as it is stored
+_MAX_UNFOLDING = 8  # images and pixels of images hardly shrink when they are compressed
 _WORDS = {"train": "train", "training": "train", "val": "valid", "valid": "valid", "validation": "valid"}
 _WORDS |= {"test": "test", "testing": "test"}
 _SERIES = re.compile(r"^(?P<series>.*)-(?P<index>\d+)-of-(?P<count>\d+)(?P<rest>[^/]*)$")
@@ -221,6 +224,13 @@ def as_text(data: bytes, *, path: str) -> str:
         raise UnusableSource("corrupt_source_file", message) from None
 
 
+def refuse_bomb(unfolded: int, *, stored: int, where: str) -> None:
+    """Raises UnusableSource when that many bytes come from so few `stored` ones."""
+    if unfolded > max(MAX_UNFOLDED_BYTES, _MAX_UNFOLDING * stored):
+        message = f"{where}: {stored} bytes unfold to at least {unfolded}; {MAX_UNFOLDED_BYTES} are allowed"
+        raise UnusableSource("decompression_bomb", message)
+
+
 # ---- the listing ---------------------------------------------------------------------------------------------------
 
 
@@ -344,8 +354,10 @@ class Reader:
     def read(self, item: Item) -> bytes:
         """The item's bytes, encoded or raw as its layout says.
 
-        Raises UnusableSource when they are gone or damaged, UnusableImage missing_bytes for a row without any.
+        Raises UnusableSource when they are gone or damaged, UnusableImage missing_bytes for a row without any and
+        too_large above MAX_FILE_BYTES.
         """
+        _refuse_large(item.size)
         if item.block is not None:
             return self._row(item, item.block)
         if item.offset is None:
@@ -370,12 +382,17 @@ class Reader:
             return bytes(row)
         image = row.as_py() or {}
         data = image.get("bytes")
-        return self._named_file(image.get("path")) if data is None else data
+        if data is None:
+            return self._named_file(image.get("path"))
+        _refuse_large(len(data))
+        return data
 
     def _named_file(self, path: str | None) -> bytes:
         """A row without bytes may name a file, which counts only when it lies below the root."""
         if path and not is_unsafe(path):
             try:
+                info = self._store.info(path)
+                _refuse_large(0 if info is None else info.bytes)
                 return self._store.read_bytes(path)
             except (OSError, ValueError) as error:  # it may not even be a possible name
                 if is_transient(error):
@@ -391,3 +408,8 @@ class Reader:
             with readable(path):
                 self._open[path] = self._store.open(path)
         return self._open[path]
+
+
+def _refuse_large(num_bytes: int) -> None:
+    if num_bytes > MAX_FILE_BYTES:
+        raise UnusableImage("too_large", f"it has {num_bytes} bytes; {MAX_FILE_BYTES} are allowed")

@@ -39,6 +39,7 @@ _RECORDS = re.compile(r"-r(?P<log2>\d\d)-s-\d+-of-\d+\.tfrecords?$")
 _NUMBERED = re.compile(r"^(?P<folder>|.*/)(?P<number>\d+)\.\w+$")
 _FOLDER = re.compile(r"(?:^|/)(?:data\d+x\d+|CelebA-HQ-img|celeba[-_]?hq[^/]*)/", re.IGNORECASE)
 _WHOLE = 30_000
+_MAX_RECORD_BYTES = 16 << 20  # an image of 1024 pixels has 3
 _POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), bits reversed
 
 
@@ -121,6 +122,9 @@ def records(stream: pa.NativeFile, *, path: str) -> Iterator[tuple[int, bytes]]:
         length = int.from_bytes(head[:8], "little")
         if len(head) < 12 or at + 16 + length > end:
             raise UnusableSource("corrupt_source_file", f"{path}: the file ends inside a record at byte {at}")
+        if length > _MAX_RECORD_BYTES:
+            message = f"{path}: the record at byte {at} has {length} bytes; {_MAX_RECORD_BYTES} are allowed"
+            raise UnusableSource("decompression_bomb", message)
         data = stream.read_at(length + 4, at + 12)
         for part, stored in ((head[:8], head[8:]), (data[:-4], data[-4:])):
             if masked_crc32c(part) != int.from_bytes(stored, "little"):

@@ -16,12 +16,25 @@ import pyarrow.parquet as pq
 from data_prep.config import DataConfig
 from data_prep.files import is_transient
 from data_prep.parquet import UnsafeTable, open_parquet
-from data_prep.sources.base import UNUSED, Index, Item, Listing, SourceFile, UnusableSource, check_series, split_of
+from data_prep.sources.base import (
+    UNUSED,
+    Index,
+    Item,
+    Listing,
+    SourceFile,
+    UnusableSource,
+    check_series,
+    refuse_bomb,
+    split_of,
+)
 
 LAYOUT = "train-00000-of-00294.parquet, ... with column image (bytes and path of a file) and maybe label"
 COUNT = "any"
 
 IMAGE_COLUMNS = ("image", "img")
+
+_BATCH_BYTES = 64 << 20
+_MIN_ROW_BYTES = 8  # of the file for each row; the smallest image has more
 
 
 def recognise(listing: Listing, config: DataConfig, *, column: str = "image") -> str | None:
@@ -52,6 +65,7 @@ def index(listing: Listing, config: DataConfig) -> Index:
             found.num_skipped += 1
             continue
         with _damage_named(path), listing.open(path) as stream, _open(stream, path) as file:
+            _refuse_rows(file, stream.size(), path)
             _add_rows(found, file, path, split)
     return found
 
@@ -61,10 +75,12 @@ def _add_rows(found: Index, file: pq.ParquetFile, path: str, split: str | None) 
         message = f"{path} has no column {' or '.join(IMAGE_COLUMNS)} of bytes and path"
         raise UnusableSource("missing_column", message)
     has_label = "label" in file.schema_arrow.names
+    if has_label and not _is_number(kind := file.schema_arrow.field("label").type):
+        raise UnusableSource("bad_label", f"{path}: column label is {kind}; it must be whole numbers")
     number = 0
     for block in range(file.num_row_groups):
         num_rows = file.metadata.row_group(block).num_rows
-        labels = file.read_row_group(block, ["label"]).column(0).to_pylist() if has_label else [None] * num_rows
+        labels = _column(file, block, ["label"], path).to_pylist() if has_label else [None] * num_rows
         for row, label in enumerate(labels):
             key = f"{path}#{number:07d}"
             item = Item(key, path, 0, block=block, row=row, label=None if label == -1 else label, split=split)
@@ -76,7 +92,40 @@ def read_block(stream: pa.NativeFile, item: Item) -> pa.ChunkedArray:
     """The image column of the item's row group."""
     with _damage_named(f"{item.path}: row group {item.block}"):  # its pages: the index reads none of this column
         file = _open(stream, item.path)
-        return file.read_row_group(item.block, [image_column(file.schema_arrow)]).column(0)
+        name = image_column(file.schema_arrow)
+        assert name is not None and item.block is not None
+        fields = [f for f in file.schema_arrow.field(name).type if f.name == "bytes" or pa.types.is_string(f.type)]
+        wanted = [f"{name}.{field.name}" for field in fields if field.name in ("bytes", "path")]
+        return _column(file, item.block, wanted, item.path)
+
+
+def _column(file: pq.ParquetFile, block: int, names: list[str], path: str) -> pa.ChunkedArray:
+    """One column of a row group, or fields of one, read in small batches: a value that is stored once may be in every
+    row. Raises UnusableSource decompression_bomb."""
+    where = f"{path}: row group {block}"
+    group = file.metadata.row_group(block)
+    chunks = [group.column(i) for i in range(group.num_columns)]
+    chunks = [chunk for chunk in chunks if chunk.path_in_schema in names]
+    stored, unfolded = sum(c.total_compressed_size for c in chunks), sum(c.total_uncompressed_size for c in chunks)
+    refuse_bomb(unfolded, stored=stored, where=where)
+    rows = min(65_536, max(1, _BATCH_BYTES // max(1, unfolded)))  # no value is larger than all that is stored
+    columns, num_bytes = [], 0
+    for batch in file.iter_batches(rows, row_groups=[block], columns=names, use_threads=False):
+        columns.append(batch.column(0))
+        num_bytes += batch.nbytes
+        refuse_bomb(num_bytes, stored=stored, where=where)
+    return pa.chunked_array(columns, columns[0].type if columns else file.schema_arrow.field(names[0]).type)
+
+
+def _refuse_rows(file: pq.ParquetFile, num_bytes: int, path: str) -> None:
+    """Rows may be repeated by a count alone, and each becomes an item in memory."""
+    if file.metadata.num_rows > num_bytes // _MIN_ROW_BYTES:
+        message = f"{path}: {file.metadata.num_rows} rows in a file of {num_bytes} bytes"
+        raise UnusableSource("decompression_bomb", message)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind.value_type if pa.types.is_dictionary(kind) else kind) or pa.types.is_null(kind)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from data_prep.config import DataConfig
-from data_prep.sources.base import CHW, Index, Item, Listing, SourceFile, UnusableSource, choose_side
+from data_prep.sources.base import CHW, Index, Item, Listing, SourceFile, UnusableSource, choose_side, refuse_bomb
 
 LAYOUT = """train_data_batch_1.npz ... train_data_batch_10.npz and val_data.npz, or the same without suffix (pickles;
 read without running code); of 8, 16, 32 or 64 pixels"""
@@ -61,6 +61,7 @@ def index(listing: Listing, config: DataConfig) -> Index:
 
 _ARRAY = "data.npy"
 _LABELS = ("labels.npy", "fine_labels.npy")
+_MAX_LABELS_BYTES = 64 << 20  # unfolded; the largest batch has a sixth of it
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,16 @@ def _read_npz(stream: pa.NativeFile, path: str) -> Batch:
     try:
         with zipfile.ZipFile(io.BufferedReader(stream)) as archive:
             info = archive.getinfo(_ARRAY)
+            refuse_bomb(info.file_size, stored=min(info.compress_size, stream.size()), where=f"{path}: {_ARRAY}")
             with archive.open(info) as member:
                 shape, fortran, dtype = _npy_header(member)
                 header = member.tell()
                 labels_name = next((name for name in _LABELS if name in archive.namelist()), None)
                 labels = None
                 if labels_name is not None:
+                    if archive.getinfo(labels_name).file_size > _MAX_LABELS_BYTES:
+                        message = f"{path}: {labels_name} unfolds to more than {_MAX_LABELS_BYTES} bytes"
+                        raise UnusableSource("decompression_bomb", message)
                     with archive.open(labels_name) as labels_member:
                         labels = _as_labels(np.lib.format.read_array(labels_member, allow_pickle=False), path)
                 side = _check(shape, dtype, not fortran, labels, path)

@@ -49,7 +49,7 @@ def members(
     `allow_truncated` the members that are there are given instead.
     """
     size = stream.size() - begin if size is None else size
-    window: Any = io.BufferedReader(_Window(stream, begin, size), _BUFFER_BYTES)
+    window: Any = _Buffered(_Window(stream, begin, size), _BUFFER_BYTES)
     try:
         archive: Any = tarfile.open(fileobj=window, mode="r:")
     except tarfile.TarError as error:
@@ -100,6 +100,15 @@ def is_side_file(name: str) -> bool:
 def _is_gzip(window: BinaryIO) -> bool:
     window.seek(0)
     return window.read(2) == b"\x1f\x8b"
+
+
+class _Buffered(io.BufferedReader):
+    """Reads no more at once than a header or a small member has: extended headers are read whole."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= _MAX_WANTED:
+            raise tarfile.ReadError(f"a header of {size} bytes; {_MAX_WANTED} are allowed")
+        return super().read(size)
 
 
 class _Window(io.RawIOBase):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
@@ -107,7 +107,7 @@ def _samples(found: Index, stream: pa.NativeFile, path: str, config: DataConfig)
         if sample is None or sample.key != f"{path}/{stem}" or suffix in sample.names:
             if sample is not None:
                 yield sample
-            sample = _Sample(f"{path}/{stem}", member)
+            sample = _Sample(f"{path}/{stem}", replace(member, data=None))
         sample.names.add(suffix)
         if is_image_name(member.name):
             sample.image = member
