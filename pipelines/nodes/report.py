@@ -188,10 +188,11 @@ def _rerun_section(context: NodeContext[ReportNodeConfig], stages: Sequence[str]
         f"<tr><td>{escape(node)}<td>{escape(output.attempt)}<td>{_run_link(context, output.mlflow_run_id)}</tr>"
         for node, output in context.inputs.items()
     )
+    rerun = f"--rerun train_{escape(stages[-1])}"
     return (
-        f"<h2>Rerun</h2><pre>{command}                                  # skips what is up to date\n"
-        f"{command} --rerun train_{escape(stages[-1])}   # that node, then what depends on it\n"
-        f"{command} --dry-run                        # what would run, and why</pre>"
+        f"<h2>Rerun</h2><pre>{command} {'':{len(rerun)}}   # skips what is up to date\n"
+        f"{command} {rerun}   # that node, then what depends on it\n"
+        f"{command} {'--dry-run':{len(rerun)}}   # what would run, and why</pre>"
         "<p class=muted>With the key=value settings of this launch, if it had any.</p>"
         f"<table><tr><th>node<th>attempt<th>MLflow run</tr>{rows}</table>{_compare_note(context, stages)}"
     )
