@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from data_prep import images, parquet
 from data_prep.config import SPLITS
-from data_prep.files import open_store
+from data_prep.files import open_store, printable
 from data_prep.parquet import (
     QUARANTINE,
     QUARANTINE_SCHEMA,
@@ -252,7 +252,7 @@ def counts(manifest: Manifest) -> list[str]:
     kinds["skipped"] = manifest.source["skipped"]
     for what, found in kinds.items():
         lines.append(f"{what}: {sum(found.values())}" + (f" ({_counts(found)})" if found else ""))
-    return lines
+    return [printable(line) for line in lines]  # of a dataset that may come from others
 
 
 def _numbers(values: list[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import textwrap
 
-from data_prep.files import UserError, join
+from data_prep.files import UserError, join, printable
 from data_prep.lock import Lock
 from data_prep.parquet import open_dataset
 from data_prep.verify import counts, verify
@@ -58,7 +58,7 @@ def verify_dataset(uri: str) -> int:
     except (OSError, ValueError) as error:
         raise UserError(f"--verify {uri}: {error}") from error
     if problems:
-        print("\n".join(problems))
+        print("\n".join(map(printable, problems)))
         print(f"damaged: {uri} (problems: {len(problems)}; to build it anew: --rerun prepare_data)")
         return DAMAGED
     print("\n".join(counts(manifest)))

@@ -155,7 +155,7 @@ def print_summary(report: running.RunReport, store: Store, *, mlflow: str) -> No
     lines = counts(open_dataset(join(uris["prepare_data"], "dataset")).manifest) if "prepare_data" in uris else []
     lines += [f"{what:<12} {where}" for what, where in {**publish(uris, store), "MLflow": mlflow}.items()]
     for line in lines:
-        console.print(line, soft_wrap=True, highlight=False)
+        console.print(line, soft_wrap=True, highlight=False, markup=False)  # it may hold names of files
 
 
 def publish(uris: Mapping[str, str], store: Store) -> dict[str, str]:

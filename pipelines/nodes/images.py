@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import torch
 
 from data_prep import images, parquet
-from data_prep.files import FileEntry, Store, UserError, open_store
+from data_prep.files import FileEntry, Store, UserError, open_store, printable
 from pipelines.config import (
     SAMPLE_IMAGES,
     SCORE_IMAGES,
@@ -98,11 +98,13 @@ def score(context: NodeContext[ScoreImagesNodeConfig]) -> NodeResult:
         note = f"{sum(map(sum, columns.values())) / done:.3f} bits/dim"
         context.progress.update(done, len(user.keys), unit="images", note=note)
     columns["total"] = [sum(parts) for parts in zip(*columns.values(), strict=True)]
-    table = pa.table({"key": list(user.keys), **columns})
     store = open_store(context.out).sub(FOLDER)
-    for name, write in ((TABLE, pq.write_table), (CSV, pyarrow.csv.write_csv)):
+    for name, write, keys in (
+        (TABLE, pq.write_table, list(user.keys)),
+        (CSV, pyarrow.csv.write_csv, [csv_text(key) for key in user.keys]),
+    ):
         buffer = pa.BufferOutputStream()
-        write(table, buffer)
+        write(pa.table({"key": keys, **columns}), buffer)
         store.write_bytes(name, buffer.getvalue().to_pybytes())
     networks = {stage: context.inputs[train_node(stage)].attempt for stage in config.stages}
     how = {"use": "scores", "stages": config.stages, "bits": config.bits, "batch_size": batch, "networks": networks}
@@ -111,6 +113,11 @@ def score(context: NodeContext[ScoreImagesNodeConfig]) -> NodeResult:
     with context.run.open() as run:
         run.log_metrics(metrics)
     return NodeResult(outputs={"scores": FOLDER}, metrics=metrics)
+
+
+def csv_text(name: str) -> str:
+    """A name for a table that spreadsheets open: on one line, and no formula."""
+    return ("'" if name.startswith(("=", "+", "-", "@")) else "") + printable(name)
 
 
 def _named_digests(user: UserImages) -> dict[str, str]:
