@@ -37,6 +37,7 @@ from data_prep.parquet import (
 )
 from data_prep.sources import UnusableSource
 from data_prep.verify import verify
+from pipelines.cli import main
 
 ROOT = pathlib.Path(__file__).parents[2]
 PLAIN = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -195,6 +196,30 @@ def test_names_from_files_are_printed_as_escapes(tmp_path: pathlib.Path) -> None
     assert sources.find(config(tmp_path)).why == "it has images such as \\x1b[2J.jpg"
 
 
+def options_of(folder: pathlib.Path) -> list[str]:
+    """Of the command that makes a dataset of the files in raw/."""
+    options = ["source=auto", "dataset=pictures", "crop=center", "tile_size=null", "tile_stride=null"]
+    options = [f"data.{option}" for option in [*options, f"root={folder}/raw"]]
+    return ["--config", "debug", f"storage={folder}/runs", *options]
+
+
+@pytest.mark.parametrize(("make", "column"), CASES.items(), ids=lambda case: getattr(case, "__name__", case))
+def test_the_command_refuses_each_kind_before_ray_starts(
+    make: Callable,
+    column: str,
+    mark: pathlib.Path,
+    tmp_path: pathlib.Path,
+    jpegs: list,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setenv("RAY_DATA_AUTOLOAD_PICKLE_OBJECT_SCALAR", "1")  # a user may have set it
+    write(tmp_path / "raw" / "part.parquet", make, mark, jpegs)
+    assert main(options_of(tmp_path), prog="prepare_data.py", only=("prepare_data",)) == 2
+    assert f"unsafe_column: part.parquet: column {column}" in capsys.readouterr().err
+    assert not ray.is_initialized() and not mark.exists()
+
+
 @pytest.mark.faults
 def test_the_command_refuses_the_file_and_runs_nothing(mark: pathlib.Path, tmp_path: pathlib.Path, jpegs: list) -> None:
     """The first file is sound, so the second is found by the node, in its own process, which has imported Ray."""
@@ -202,9 +227,7 @@ def test_the_command_refuses_the_file_and_runs_nothing(mark: pathlib.Path, tmp_p
     (tmp_path / "raw").mkdir()
     pq.write_table(pa.table({"image": image, "label": [1, 2]}), tmp_path / "raw" / "a.parquet")
     write(tmp_path / "raw" / "b.parquet", labels, mark, jpegs)
-    command = [sys.executable, "pipelines/prepare_data.py", "--config", "debug", f"storage={tmp_path}/runs"]
-    options = ["source=auto", "dataset=pictures", "crop=center", "tile_size=null", "tile_stride=null"]
-    command += [f"data.{option}" for option in [*options, f"root={tmp_path}/raw"]]
+    command = [sys.executable, "pipelines/prepare_data.py", *options_of(tmp_path)]
     environment = {**os.environ, "RAY_DATA_AUTOLOAD_PICKLE_OBJECT_SCALAR": "1"}  # a user may have set it
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr

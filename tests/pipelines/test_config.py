@@ -621,3 +621,12 @@ def test_storage_inside_a_ray_job_outlives_it(monkeypatch: pytest.MonkeyPatch) -
     assert error_of("debug", "storage=runs") == f"storage is 'runs'; {rule} (on the command line: storage=runs)"
     monkeypatch.setenv("SPN_STORAGE", "runs")
     assert error_of("debug").startswith(f"$SPN_STORAGE is 'runs'; {rule}")
+
+
+def test_a_tag_that_would_run_code_makes_a_config_unreadable(tmp_path: Path) -> None:
+    tagged = f"!!python/object/apply:os.mkdir ['{tmp_path}/mark']"
+    (tmp_path / "own.yaml").write_text(f"name: {tagged}\n")
+    for file, settings in ((str(tmp_path / "own.yaml"), []), ("debug", [f"name={tagged}"])):
+        with pytest.raises(UserError, match="cannot read"):
+            load(file, settings)
+    assert not (tmp_path / "mark").exists()
