@@ -1,6 +1,6 @@
 """Each damaged or hostile file is treated as written down: what is done, and the reason code.
 
-pytest tests/data_prep/test_bad_inputs.py
+pytest tests/data_prep/sources/test_bad_inputs.py
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from data_prep.config import DataConfig
 from data_prep.plan import Plan, make_plan, num_duplicates
 from data_prep.sources import UnusableSource
 
-FOLDER = pathlib.Path(__file__).parents[2].parent / "shared" / "bad_inputs"
+FOLDER = pathlib.Path(__file__).parents[3].parent / "shared" / "bad_inputs"
 CASES = json.loads((FOLDER / "expected.json").read_text())["cases"] if FOLDER.is_dir() else []
 
 # Names under which a source's reader looks for its files; what is not here keeps its name.

@@ -1,4 +1,7 @@
-"""Pixels equal TensorFlow's bit for bit; odd images are converted or named.  pytest tests/data_prep/test_images.py"""
+"""Pixels equal TensorFlow's bit for bit; odd images are converted or named.
+
+pytest tests/data_prep/images/test_images.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled area resize against sums written out in NumPy.  pytest tests/data_prep/test_resize.py
+"""The compiled area resize against sums written out in NumPy.  pytest tests/data_prep/images/test_resize.py
 
 That both equal TensorFlow is tested in test_images.py, on TensorFlow's own values.
 """

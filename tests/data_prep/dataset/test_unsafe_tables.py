@@ -1,4 +1,4 @@
-"""No Parquet file runs code, whatever types its columns have.  pytest tests/data_prep/test_unsafe_tables.py
+"""No Parquet file runs code, whatever types its columns have.  pytest tests/data_prep/dataset/test_unsafe_tables.py
 
 Each file carries a pickle that would leave a mark. Ray is imported, so its extension types are registered with Arrow.
 """
@@ -39,7 +39,7 @@ from data_prep.sources import UnusableSource
 from data_prep.verify import verify
 from pipelines.cli import main
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 PLAIN = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 

@@ -1,4 +1,4 @@
-"""What is written is what is read, and damage is seen.  pytest tests/data_prep/test_parquet.py"""
+"""What is written is what is read, and damage is seen.  pytest tests/data_prep/dataset/test_parquet.py"""
 
 from __future__ import annotations
 
