@@ -66,11 +66,11 @@ def index(listing: Listing, config: DataConfig) -> Index:
             continue
         with _damage_named(path), listing.open(path) as stream, _open(stream, path) as file:
             _refuse_rows(file, stream.size(), path)
-            _add_rows(found, file, path, split)
+            _add_rows(found, file, stream, path, split)
     return found
 
 
-def _add_rows(found: Index, file: pq.ParquetFile, path: str, split: str | None) -> None:
+def _add_rows(found: Index, file: pq.ParquetFile, stream: pa.NativeFile, path: str, split: str | None) -> None:
     if image_column(file.schema_arrow) is None:
         message = f"{path} has no column {' or '.join(IMAGE_COLUMNS)} of bytes and path"
         raise UnusableSource("missing_column", message)
@@ -80,7 +80,7 @@ def _add_rows(found: Index, file: pq.ParquetFile, path: str, split: str | None) 
     number = 0
     for block in range(file.num_row_groups):
         num_rows = file.metadata.row_group(block).num_rows
-        labels = _column(file, block, ["label"], path).to_pylist() if has_label else [None] * num_rows
+        labels = _column(file, stream, block, ["label"], path).to_pylist() if has_label else [None] * num_rows
         for row, label in enumerate(labels):
             key = f"{path}#{number:07d}"
             item = Item(key, path, 0, block=block, row=row, label=None if label == -1 else label, split=split)
@@ -96,17 +96,18 @@ def read_block(stream: pa.NativeFile, item: Item) -> pa.ChunkedArray:
         assert name is not None and item.block is not None
         fields = [f for f in file.schema_arrow.field(name).type if f.name == "bytes" or pa.types.is_string(f.type)]
         wanted = [f"{name}.{field.name}" for field in fields if field.name in ("bytes", "path")]
-        return _column(file, item.block, wanted, item.path)
+        return _column(file, stream, item.block, wanted, item.path)
 
 
-def _column(file: pq.ParquetFile, block: int, names: list[str], path: str) -> pa.ChunkedArray:
+def _column(file: pq.ParquetFile, stream: pa.NativeFile, block: int, names: list[str], path: str) -> pa.ChunkedArray:
     """One column of a row group, or fields of one, read in small batches: a value that is stored once may be in every
     row. Raises UnusableSource decompression_bomb."""
     where = f"{path}: row group {block}"
     group = file.metadata.row_group(block)
     chunks = [group.column(i) for i in range(group.num_columns)]
     chunks = [chunk for chunk in chunks if chunk.path_in_schema in names]
-    stored, unfolded = sum(c.total_compressed_size for c in chunks), sum(c.total_uncompressed_size for c in chunks)
+    stored = min(stream.size(), sum(chunk.total_compressed_size for chunk in chunks))
+    unfolded = sum(_unfolded(stream, chunk) for chunk in chunks)
     refuse_bomb(unfolded, stored=stored, where=where)
     rows = min(65_536, max(1, _BATCH_BYTES // max(1, unfolded)))  # no value is larger than all that is stored
     columns, num_bytes = [], 0
@@ -115,6 +116,65 @@ def _column(file: pq.ParquetFile, block: int, names: list[str], path: str) -> pa
         num_bytes += batch.nbytes
         refuse_bomb(num_bytes, stored=stored, where=where)
     return pa.chunked_array(columns, columns[0].type if columns else file.schema_arrow.field(names[0]).type)
+
+
+def _unfolded(stream: pa.NativeFile, chunk: pq.ColumnChunkMetaData) -> int:
+    """Bytes of a column chunk's pages by their own headers, which the reader goes by; a footer may say less."""
+    if chunk.compression == "UNCOMPRESSED":
+        return chunk.total_compressed_size
+    at = min(chunk.dictionary_page_offset or chunk.data_page_offset, chunk.data_page_offset)
+    end, total = min(stream.size(), at + chunk.total_compressed_size), 0
+    while at < end:
+        header, size = _page_header(stream, at, end)
+        total += header.get(2, 0)
+        at += size + max(0, header.get(3, 0))
+    return total
+
+
+def _page_header(stream: pa.NativeFile, at: int, end: int) -> tuple[dict[int, int], int]:
+    """(numbers by field: 2 is the unfolded size, 3 the stored one; bytes of the header)."""
+    for num_bytes in (1 << 12, 1 << 24):  # its statistics may hold whole values
+        try:
+            return _thrift_struct(stream.read_at(min(num_bytes, end - at), at), 0)
+        except (IndexError, RecursionError):
+            continue
+    raise pa.ArrowInvalid("a page's header is damaged")
+
+
+def _thrift_struct(data: bytes, at: int) -> tuple[dict[int, int], int]:
+    """(integers by field, end) of a structure in Thrift's compact protocol, without lists, as in page headers."""
+    found: dict[int, int] = {}
+    number = 0
+    while head := data[at]:
+        kind, step, at = head & 15, head >> 4, at + 1
+        if not step:
+            step, at = _varint(data, at)
+            step, number = step >> 1, 0
+        number += step
+        if kind in (4, 5, 6):
+            value, at = _varint(data, at)
+            found[number] = (value >> 1) ^ -(value & 1)
+        elif kind == 8:
+            size, at = _varint(data, at)
+            at += size
+        elif kind == 12:
+            at = _thrift_struct(data, at)[1]
+        elif kind in (3, 7):
+            at += 1 if kind == 3 else 8
+        elif kind not in (1, 2):
+            raise pa.ArrowInvalid("a page's header is damaged")
+    return found, at + 1
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        value |= (data[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 128:
+            return value, at
+        if shift > 63:
+            raise pa.ArrowInvalid("a page's header is damaged")
 
 
 def _refuse_rows(file: pq.ParquetFile, num_bytes: int, path: str) -> None:
