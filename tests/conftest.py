@@ -35,7 +35,7 @@ os.environ.pop("RAY_ADDRESS", None)
 
 
 # Files whose tests use Ray. Under pytest-xdist they run in one process: two sessions at once would have too few cores.
-WITH_RAY = {"test_build", "test_cluster", "test_damage", "test_end_to_end", "test_ingest"}
+WITH_RAY = {"test_build", "test_cluster", "test_damage", "test_ingest"}
 WITH_RAY |= {
     "test_job_submit",
     "test_kill",
@@ -47,7 +47,12 @@ WITH_RAY |= {
 }
 
 
+# Starts sessions of its own, in other processes: it may run beside them, and takes longest, so it begins first.
+ALONE = "test_end_to_end"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: 0 if item.path.stem == ALONE else 1 if item.path.stem in WITH_RAY else 2)
     for item in items:
         if "ray_session" in getattr(item, "fixturenames", ()) and item.path.stem not in WITH_RAY:
             raise pytest.UsageError(f"{item.path} uses Ray; name it in WITH_RAY of tests/conftest.py")
@@ -63,6 +68,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.partition("::")[0]
             return "with Ray" if Path(file).stem in WITH_RAY else file
 
+    config.option.loadscopereorder = False  # in the order above, not by number of tests
     return ByFile(config, log)
 
 
