@@ -7,6 +7,7 @@ before any `import ray`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -89,7 +90,7 @@ def connect(*, num_cpus: float | None = None, num_gpus: float | None = None) -> 
     assert "ray" not in sys.modules, "Ray reads its settings on import: call connect before"
     os.environ.pop("RAY_ADDRESS", None)
     os.environ.update(_EMBEDDED)
-    os.environ.setdefault("RAY_TMPDIR", str(_private_folder()))
+    os.environ.setdefault("RAY_TMPDIR", str(private_folder()))
     paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
     import ray
@@ -113,10 +114,11 @@ def disconnect() -> None:
         sys.modules["ray"].shutdown()
 
 
-def _private_folder() -> Path:
+def private_folder() -> Path:
     """Where sessions of this account have their sockets and logs: Ray makes its own folders writable by everybody."""
     folder = Path(tempfile.gettempdir()) / f"spn-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise UserError(f"{folder} is open to other accounts of this machine; remove it, or set RAY_TMPDIR")

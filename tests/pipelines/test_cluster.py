@@ -7,12 +7,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from data_prep.files import UserError
-from pipelines.cluster import ClusterInfo, connect, in_ray_job
+from pipelines.cluster import ClusterInfo, connect, in_ray_job, private_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +27,27 @@ def test_a_job_is_known_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> N
     assert not in_ray_job()
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     assert in_ray_job()
+
+
+@pytest.mark.parametrize("there", ["a folder open to others", "a link", "a file", "nothing", "our folder"])
+def test_sockets_and_logs_lie_where_only_this_account_may_enter(
+    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"spn-{os.getuid()}"
+    if there in ("a folder open to others", "our folder"):
+        folder.mkdir()
+        folder.chmod(0o700 if there == "our folder" else 0o777)
+    elif there == "a link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to("elsewhere")
+    elif there == "a file":
+        folder.touch()
+    if there in ("nothing", "our folder"):
+        assert private_folder() == folder and folder.stat().st_mode & 0o777 == 0o700
+    else:
+        with pytest.raises(UserError, match="is open to other accounts"):
+            private_folder()
 
 
 def is_loopback(address: str) -> bool:
