@@ -48,6 +48,7 @@ from data_prep.plan import (
     num_duplicates,
     quarantine_record,
     refuse_small,
+    with_exif,
 )
 from data_prep.ray_compat import WaitForAutoscaler
 from data_prep.sources.base import CHW, ENCODED, Item, Reader, UnusableSource
@@ -83,7 +84,7 @@ def build(
     that holds another finished data set, and UserError while another build is at work in `out`.
     """
     plan = make_plan(config, sources.find(config))
-    store = open_store(out)
+    config, store = with_exif(config, plan.source.name), open_store(out)
     with Lock(store, file=LOCK, grace_sec=_GRACE_SEC) as lock:
         _prepare_folder(store, plan)
         sidecars: list[dict] = []
@@ -255,7 +256,7 @@ class _Found:
 
 def _write_shard(task: dict, *, config: DataConfig, source: tuple[str, str], out: str, plan_hash: str) -> str:
     shard: ShardPlan = pickle.loads(task["shard"])  # of this build's own driver
-    store = open_store(out)
+    config, store = with_exif(config, source[0]), open_store(out)
     sidecar_path = f"_build/{shard.split}-{shard.index:05d}-of-{shard.num_shards:05d}.json"
     if store.exists(sidecar_path):
         text = store.read_bytes(sidecar_path).decode()
@@ -368,6 +369,7 @@ def _decode(config: DataConfig, reader: Reader, item: Item, found: _Found) -> im
     found.contents.append(content_of(item.key, data))
     if item.layout != ENCODED:
         return images.from_raw(data, planar=item.layout == CHW)
+    assert config.exif is not None
     return images.decode(
         data, profile=config.decode_profile, name=item.key, exif=config.exif, strict_jpeg=config.strict_jpeg
     )

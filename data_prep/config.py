@@ -41,7 +41,7 @@ class DataConfig:
     profile: str = "tf"  # tf: fast integer DCT, truncate to uint8; accurate: accurate DCT, round to nearest
     dct: str | None = None  # fast, accurate; None: as the profile says
     rounding: str | None = None  # truncate, nearest; None: as the profile says
-    exif: str = "ignore"  # ignore the orientation, as TensorFlow does, or apply it
+    exif: str | None = None  # ignore the orientation, as TensorFlow does, or apply it; None: see plan.with_exif
     strict_jpeg: bool = False  # JPEGs with damaged pixels go to quarantine; else they are used and flagged
     min_side: int = 1  # photos with a shorter side go to quarantine
     allow_upscaling: bool = True  # scale up below a resolution; else quarantine
@@ -65,7 +65,7 @@ class DataConfig:
         _one_of("profile", self.profile, PROFILES)
         _one_of("dct", self.dct, ("fast", "accurate"), optional=True)
         _one_of("rounding", self.rounding, ("truncate", "nearest"), optional=True)
-        _one_of("exif", self.exif, ("ignore", "apply"))
+        _one_of("exif", self.exif, ("ignore", "apply"), optional=True)
         _at_least("image_size", self.image_size, 1)
         _distinct("resolutions", self.resolutions, low=1, high=8192, needed=self.image_size)
         _distinct("bits", self.bits, low=1, high=8, needed=8)

@@ -8,16 +8,20 @@ Shapes: H W image, C colour channels (3), R side of a training image. Arrays are
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
 import math
 import warnings
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
-from data_prep.files import printable
+from data_prep.files import is_transient, printable
 from data_prep.resize import resize_area
 
 MAX_PIXELS = 100_000_000  # of one source image; checked in the header, before memory is taken
@@ -39,12 +43,25 @@ CONVERSIONS = (
     "exif_orientation_applied",
 )
 
+# Names of images, those of pictures that are not read among them: to be named, not skipped.
+IMAGE_SUFFIXES = (
+    *(".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".jpe", ".jfif", ".tif", ".tiff", ".heic", ".heif", ".avif"),
+    *(".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".raf", ".rw2"),
+)
 TINY_SIDE = 8  # pixels; images with a shorter side are used, but counted
 
-_PILLOW_FORMATS = ("PNG", "GIF", "BMP", "WEBP")
-_JPEG_MAGIC = b"\xff\xd8\xff"
+_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")
+_OTHER_FORMATS = {  # first bytes of pictures that are not read
+    **dict.fromkeys((b"II", b"MM\0", b"FUJIFILM"), "TIFF or camera raw"),
+    **dict.fromkeys((b"\0\0\0\x0cJXL", b"\xff\x0a"), "JPEG XL"),
+    b"\0\0\0\x0cjP": "JPEG 2000",
+    b"8BPS": "Photoshop",
+}
+_JPEG_MAGIC = b"\xff\xd8"
 _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
-_TIFF_MAGIC = (b"II*\x00", b"MM\x00*")
+_PNG_CHUNKS = (b"tRNS", b"acTL", b"fcTL", b"fdAT", b"eXIf")  # what matters beside the critical ones
+_PNG_ORIENTATION = (b"XML:com.adobe.xmp\0\0", b"Raw profile type exif\0")  # keys of texts that may hold one
+_MAX_TEXT_BYTES = 1 << 20
 _EXIF_ORIENTATION = 0x0112
 _FORMAT_OF_SUFFIX = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "gif": "GIF", "bmp": "BMP", "webp": "WEBP"}
 # EXIF orientation: what turns the stored pixels upright.
@@ -82,26 +99,44 @@ class Decoded:
     conversions: tuple[str, ...]  # of CONVERSIONS, what was done beyond plain decoding
 
 
+@contextlib.contextmanager
+def damage_named() -> Iterator[None]:
+    """Whatever reading or decoding an image raises becomes UnusableImage, but for errors of the source or storage."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's, of metadata and of sizes, which _refuse_bomb judges
+            yield
+    except Unusable:
+        raise
+    except (MemoryError, Image.DecompressionBombError) as error:  # such as a row of pixels too long for the decoder
+        raise UnusableImage("decompression_bomb", str(error) or "it needs too much memory") from None
+    except Exception as error:
+        if is_transient(error):
+            raise
+        reason = "truncated" if "truncated" in str(error).lower() else "corrupt_data"
+        raise UnusableImage(reason, str(error) or type(error).__name__) from None
+
+
+@damage_named()
 def decode(
     data: bytes, *, profile: str, name: str | None = None, exif: str = "ignore", strict_jpeg: bool = False
 ) -> Decoded:
-    """Decodes an encoded image by its content. `profile` decides the DCT of JPEGs.
+    """Decodes an encoded image by its content. `profile` decides the DCT of JPEGs. Colour profiles are ignored.
 
     `name`: only to flag a suffix that says another format. `exif`: ignore the orientation, as TensorFlow does, or
     apply it. `strict_jpeg`: damaged pixels that decoders accept are corrupt_data instead of a flag. Raises
     UnusableImage: empty, not_an_image, unsupported_format, decompression_bomb, truncated, corrupt_data, animated.
     """
-    if not data:
-        raise UnusableImage("empty", "the file has 0 bytes")
     if data.startswith(_JPEG_MAGIC):
         kind, pixels, conversions = "JPEG", *_decode_jpeg(data, profile=profile, strict=strict_jpeg)
+        orientation = _jpeg_orientation(data)
     else:
         with _open(data) as image:
             if (num_frames := getattr(image, "n_frames", 1)) > 1:
                 raise UnusableImage("animated", f"{image.format} with {num_frames} frames")
             kind = image.format or ""
             pixels, conversions = _to_rgb(image, sixteen_bit=data.startswith(_PNG_MAGIC) and data[24] == 16)
-    orientation = _exif_orientation(data)
+            orientation = _orientation(image)
     if orientation in _UPRIGHT:
         conversions.append(f"exif_orientation_{'applied' if exif == 'apply' else 'ignored'}")
         pixels = _UPRIGHT[orientation](pixels) if exif == "apply" else pixels
@@ -113,6 +148,7 @@ def decode(
     return Decoded(pixels, tuple(conversions))
 
 
+@damage_named()
 def from_raw(data: bytes, *, planar: bool) -> Decoded:
     """Raw uint8 of a square, in planes of R, G and B or interleaved."""
     side = math.isqrt(len(data) // 3)
@@ -121,23 +157,31 @@ def from_raw(data: bytes, *, planar: bool) -> Decoded:
     return Decoded(flat.reshape(3, side, side).transpose(1, 2, 0) if planar else flat.reshape(side, side, 3), ())
 
 
+@damage_named()
 def header_size(data: bytes, *, exif: str = "ignore") -> tuple[int, int]:
     """(height, width) in pixels from the header alone. Raises UnusableImage."""
-    if not data:
-        raise UnusableImage("empty", "the file has 0 bytes")
     if data.startswith(_JPEG_MAGIC):
         height, width, _ = _jpeg_header(data)
+        turned = exif == "apply" and _jpeg_orientation(data) >= 5
     else:
         with _open(data) as image:
             height, width = image.height, image.width
-    return (width, height) if exif == "apply" and _exif_orientation(data) >= 5 else (height, width)
+            turned = exif == "apply" and _orientation(image) >= 5
+    return (width, height) if turned else (height, width)
 
 
 def _jpeg_header(data: bytes) -> tuple[int, int, str]:
+    """(height, width, colour space)."""
     try:
-        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError as error:
-        raise UnusableImage("truncated", f"JPEG header: {error}") from None
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=False)
+    except Exception as error:  # such as sampling factors that it does not know
+        try:
+            with _open(data) as image:
+                return image.height, image.width, image.mode
+        except UnusableImage as refusal:
+            if refusal.reason != "not_an_image":
+                raise
+            raise UnusableImage("truncated", f"JPEG header: {error}") from None
     _refuse_bomb(height, width)
     return height, width, colorspace
 
@@ -150,21 +194,11 @@ def _decode_jpeg(data: bytes, *, profile: str, strict: bool) -> tuple[np.ndarray
         with _open(data) as image:
             pixels, conversions = _to_rgb(image)
     else:
-        options = dict(colorspace="RGB", fastdct=profile == "tf", fastupsample=False)
+        fast = functools.partial(simplejpeg.decode_jpeg, colorspace="RGB", fastdct=profile == "tf", fastupsample=False)
         try:
-            pixels = simplejpeg.decode_jpeg(data, **options)
-        except ValueError as error:
-            # A file that ends early lacks pixels. Other recoverable errors are damaged pixels, which TensorFlow and
-            # Pillow accept in silence: accepted here too, so that counts agree, but flagged.
-            if "premature end of jpeg file" in str(error).lower():
-                raise UnusableImage("truncated", str(error)) from None
-            if strict:
-                raise UnusableImage("corrupt_data", str(error)) from None
-            try:
-                pixels = simplejpeg.decode_jpeg(data, strict=False, **options)
-            except ValueError as fatal:
-                raise UnusableImage("corrupt_data", str(fatal)) from None
-            conversions.append("jpeg_warning")
+            pixels = fast(data)
+        except Exception:
+            pixels, conversions = _decode_odd_jpeg(data, fast, strict=strict)
         if colorspace == "Gray":
             conversions.append("gray_to_rgb")
     if not data.endswith(b"\xff\xd9"):
@@ -172,31 +206,98 @@ def _decode_jpeg(data: bytes, *, profile: str, strict: bool) -> tuple[np.ndarray
     return pixels, conversions
 
 
-def _exif_orientation(data: bytes) -> int:
-    """1 (upright) where the image says nothing."""
-    head = data[:65536]
-    if b"Exif\x00\x00" not in head and (data.startswith(_JPEG_MAGIC) or b"eXIf" not in data):
+def _decode_odd_jpeg(data: bytes, fast: Callable[..., np.ndarray], *, strict: bool) -> tuple[np.ndarray, list[str]]:
+    """A JPEG that the fast decoder warned of or refused."""
+    data = _jpeg_without_metadata(data)
+    try:
+        return fast(data), []
+    except Exception as error:
+        message = str(error)
+    # A file that ends early lacks pixels. Other recoverable errors are damaged pixels, which TensorFlow and Pillow
+    # accept in silence: accepted here too, so that counts agree, but flagged.
+    if "premature end of jpeg file" in message.lower():
+        raise UnusableImage("truncated", message)
+    try:
+        pixels = fast(data, strict=False)
+    except Exception:  # such as sampling factors that it does not know: Pillow decides, with the accurate DCT
+        with _open(data) as image:
+            return _to_rgb(image)
+    if strict:
+        raise UnusableImage("corrupt_data", message)
+    return pixels, ["jpeg_warning"]
+
+
+def _jpeg_without_metadata(data: bytes) -> bytes:
+    """Without what no pixel depends on and decoders may trip over: profiles, comments, bytes between the segments, and
+    odd numbers in the segments of JFIF and Adobe, which say how colours are stored."""
+    parts, at = [_JPEG_MAGIC], 2
+    while (at := data.find(b"\xff", at)) >= 0:
+        marker, end = data[at : at + 2], at + 2 + int.from_bytes(data[at + 2 : at + 4])
+        segment = data[at:end]
+        if marker in (b"\xff\x00", b"\xff\xff"):  # no marker; a marker may have several ff before it
+            at += 1
+            continue
+        if marker == b"\xff\xda":
+            return b"".join([*parts, data[at:]])
+        if segment[4:9] == b"JFIF\0":
+            segment = segment[:9] + b"\1\1" + segment[11:]
+        elif segment[4:9] == b"Adobe":
+            segment = segment[:15] + bytes([min(segment[15], 1)]) + segment[16:]
+        elif marker >= b"\xff\xe0":
+            segment = b""
+        parts.append(segment)
+        at = end
+    return data
+
+
+def _png_without_metadata(data: bytes) -> bytes:
+    """The same for PNG: all that is left are chunks that decide the pixels or their orientation."""
+    parts, at = [data[:8]], 8
+    while at < len(data):
+        end = at + 12 + int.from_bytes(data[at : at + 4])
+        name, chunk = data[at + 4 : at + 8], data[at:end]
+        if not name[:1].isupper():
+            intact = zlib.crc32(chunk[4:-4]) == int.from_bytes(chunk[-4:])
+            text = chunk[8:].startswith(_PNG_ORIENTATION) and len(chunk) < _MAX_TEXT_BYTES
+            chunk = chunk if intact and (text or name in _PNG_CHUNKS) else b""
+        parts.append(chunk)
+        at = end
+    return b"".join(parts)
+
+
+def _jpeg_orientation(data: bytes) -> int:
+    if b"Exif\0\0" not in data and b"tiff:Orientation" not in data:
         return 1
     try:
-        with Image.open(io.BytesIO(data), formats=(*_PILLOW_FORMATS, "JPEG")) as image:
-            return int(image.getexif().get(_EXIF_ORIENTATION, 1))
+        with _open(data) as image:
+            return _orientation(image)
+    except Exception:  # the pixels are read already
+        return 1
+
+
+def _orientation(image: Image.Image) -> int:
+    """By EXIF or XMP; 1 (upright) where the image says nothing, or nothing that can be understood."""
+    try:
+        return int(image.getexif().get(_EXIF_ORIENTATION, 1))
     except Exception:  # broken metadata harms no pixel
         return 1
 
 
 def _open(data: bytes) -> Image.Image:
+    if not data:
+        raise UnusableImage("empty", "the file has 0 bytes")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # _refuse_bomb decides
-            image = Image.open(io.BytesIO(data), formats=(*_PILLOW_FORMATS, "JPEG"))
-    except Image.DecompressionBombError as error:
-        raise UnusableImage("decompression_bomb", str(error)) from None
+        image = Image.open(
+            io.BytesIO(_png_without_metadata(data) if data.startswith(_PNG_MAGIC) else data), formats=_FORMATS
+        )
     except UnidentifiedImageError:
-        if data.startswith(_TIFF_MAGIC):
-            raise UnusableImage("unsupported_format", "TIFF") from None
-        raise UnusableImage("not_an_image", f"starts with {data[:16]!r}") from None
-    except Exception as error:  # a damaged file fails in many ways
-        raise UnusableImage("corrupt_data", str(error)) from None
+        kind = next((kind for magic, kind in _OTHER_FORMATS.items() if data.startswith(magic)), None)
+        if data[4:8] == b"ftyp":  # a container that names its content: heic, avif, crx ...
+            kind = f"HEIC, AVIF or the like ({data[8:12].decode('latin-1')})"
+        if kind is None:
+            raise UnusableImage("not_an_image", f"starts with {data[:16]!r}") from None
+        message = f"{kind}; convert it to JPEG or PNG, for example by `magick mogrify -format jpg`, and remove it"
+        raise UnusableImage("unsupported_format", message) from None
     _refuse_bomb(image.height, image.width, limit=MAX_WEBP_PIXELS if image.format == "WEBP" else MAX_PIXELS)
     return image
 
@@ -208,14 +309,7 @@ def _refuse_bomb(height: int, width: int, *, limit: int = MAX_PIXELS) -> None:
 
 def _to_rgb(image: Image.Image, *, sixteen_bit: bool = False) -> tuple[np.ndarray, list[str]]:
     conversions = ["bit_depth_16"] if sixteen_bit else []
-    try:
-        image.load()
-    except MemoryError:  # a row of pixels that is too long for the decoder
-        message = f"{image.format} of {image.width}x{image.height} pixels needs too much memory"
-        raise UnusableImage("decompression_bomb", message) from None
-    except Exception as error:  # a damaged file fails in many ways
-        reason = "truncated" if "truncated" in str(error) else "corrupt_data"
-        raise UnusableImage(reason, str(error)) from None
+    image.load()
     mode = image.mode
     if mode.startswith("I;16"):
         # Pillow's own conversion from 16 bits clips in some versions; the high byte is what libpng keeps.
@@ -266,6 +360,17 @@ def resize_squares(square: np.ndarray, sides: list[int], *, profile: str) -> dic
     resized = resize_area(square, [(side, side) for side in others]) if others else []
     found = {side: to_uint8(array, profile=profile) for side, array in zip(others, resized, strict=True)}
     return {side: found.get(side, square) for side in sides}
+
+
+def is_image_name(path: str) -> bool:
+    return path.lower().endswith(IMAGE_SUFFIXES)
+
+
+def is_hidden(path: str) -> bool:
+    """Whether it is a file that systems leave beside data (.DS_Store, ._photo.jpg, Thumbs.db, __MACOSX/...)."""
+    *folders, name = path.lower().split("/")
+    is_system = name in ("thumbs.db", "desktop.ini") or "__macosx" in folders
+    return is_system or any(part.startswith(".") and part not in (".", "..") for part in (*folders, name))
 
 
 def flags_of(conversions: tuple[str, ...]) -> int:

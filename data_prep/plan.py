@@ -19,7 +19,7 @@ import importlib.metadata
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 import numpy as np
 
@@ -76,7 +76,15 @@ class Plan:
     versions: dict[str, str]
 
 
+def with_exif(config: DataConfig, source: str) -> DataConfig:
+    """With `exif` decided: folders of one's own photos are turned upright, known data sets and what others packed have
+    TensorFlow's pixels."""
+    is_own = source == "folder" and _family(config) not in COUNTS
+    return replace(config, exif=config.exif or ("apply" if is_own else "ignore"))
+
+
 def make_plan(config: DataConfig, source: Source) -> Plan:
+    config = with_exif(config, source.name)
     check_id(config, source.name)
     if source.side is not None and config.resolutions != [source.side]:
         what = f"source {source.name} has images of {source.side} pixels, which are the dataset"
@@ -142,9 +150,9 @@ def _shards(config: DataConfig, split: str, number: int, rows: list[Row]) -> lis
 
 
 def _tiles(config: DataConfig, split: str, item: Item, data: bytes) -> list[Row]:
-    height, width = images.header_size(data, exif=config.exif)
     size = config.tile_size
-    assert size is not None
+    assert size is not None and config.exif is not None
+    height, width = images.header_size(data, exif=config.exif)
     refuse_small(min(height, width), max(size, config.min_side))
     # Held-out tiles never overlap, so that no pixel is scored twice.
     stride = config.tile_stride if split == "train" and config.tile_stride else size
@@ -347,9 +355,13 @@ def max_quarantine_fraction(config: DataConfig) -> float:
     return 0.0 if config.dataset in COUNTS else 0.001
 
 
+def _family(config: DataConfig) -> str:
+    return re.split(r"[^a-z0-9_]", config.dataset)[0]
+
+
 def check_id(config: DataConfig, source: str) -> None:
     """Raises Unplannable when the data set's id belongs to other pixels than the source has."""
-    family = re.split(r"[^a-z0-9_]", config.dataset)[0]
+    family = _family(config)
     wrong = family in _OWN_ID and source != family
     if source in _OWN_ID and family != source:
         what = f"source {source} makes {source} (a part of it: {source}-part)"

@@ -21,16 +21,17 @@ import pyarrow as pa
 
 from data_prep.config import DataConfig
 from data_prep.files import Store, UserError, is_transient, open_store, parent, printable
-from data_prep.images import Unusable, UnusableImage
+from data_prep.images import IMAGE_SUFFIXES as IMAGE_SUFFIXES
+from data_prep.images import Unusable, UnusableImage, damage_named
+from data_prep.images import is_hidden as is_hidden
+from data_prep.images import is_image_name as is_image_name
 
 ENCODED, HWC, CHW = "encoded", "hwc", "chw"  # an image file; raw uint8 of a square, interleaved or in planes
 UNUSED = "unused"  # a split that the data set does not have
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")  # TIFF: to be named, not skipped
 
 PARTITION = "list_eval_partition.txt"  # of CelebA
 MAPPINGS = ("CelebA-HQ-to-CelebA-mapping.txt", "image_list.txt")  # the first that exists counts
 
-_SYSTEM_FILES = ("thumbs.db", "desktop.ini")
 _MAX_OPEN = 16  # files that stay open for further items
 MAX_FILE_BYTES = 320 << 20  # of one image: a BMP of images.MAX_PIXELS is smaller
 MAX_UNFOLDED_BYTES = 320 << 20  # of what is read at once, unless it is also large as it is stored
@@ -156,20 +157,6 @@ def layout(name: str) -> Layout:
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------
-
-
-def is_hidden(path: str) -> bool:
-    """Whether it is a file that systems leave beside data (.DS_Store, ._photo.jpg, Thumbs.db, __MACOSX/...)."""
-    parts = path.lower().split("/")
-    return (
-        parts[-1] in _SYSTEM_FILES
-        or "__macosx" in parts[:-1]
-        or any(part.startswith(".") and part not in (".", "..") for part in parts)
-    )
-
-
-def is_image_name(path: str) -> bool:
-    return path.lower().endswith(IMAGE_SUFFIXES)
 
 
 def is_unsafe(name: str) -> bool:
@@ -351,6 +338,7 @@ class Reader:
         while self._open:
             self._open.popitem()[1].close()
 
+    @damage_named()
     def read(self, item: Item) -> bytes:
         """The item's bytes, encoded or raw as its layout says.
 

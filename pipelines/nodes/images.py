@@ -39,7 +39,6 @@ from spn.evaluation import bits_per_dim, chain_nats
 
 FOLDER, RECORD, GRID, TABLE, CSV = "user_images", "record.json", "grid.png", "scores.parquet", "scores.csv"
 NUM_SHOWN = 16  # images in the grid, with all their draws
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")
 NOT_RGB = {  # conversions that a dataset would flag, and that nobody should find in an exact result
     "bit_depth_16": "has 16 bits per channel",
     "gray_to_rgb": "is grayscale",
@@ -236,7 +235,9 @@ def _read(config: ExperimentConfig, *, side: int, what: str, bits: int) -> tuple
     keys, values = [], []
     for name, data in _files(config.images or ""):
         try:
-            decoded = images.decode(data, profile=config.data.profile, exif=config.data.exif, strict_jpeg=True)
+            decoded = images.decode(
+                data, profile=config.data.profile, exif=config.data.exif or "apply", strict_jpeg=True
+            )
         except images.UnusableImage as error:
             raise UserError(f"images: {name} cannot be read ({error.message}); {takes}") from None
         for conversion, text in NOT_RGB.items():
@@ -287,11 +288,14 @@ def _files(where: str) -> Iterator[tuple[str, bytes]]:
             yield posixpath.basename(store.base), store.read_bytes("")
             return
         if entry is not None:
-            found = [file for file in store.walk() if file.path.lower().endswith(SUFFIXES)]
+            names = (file for file in store.walk() if images.is_image_name(file.path))
+            found = [file for file in names if not images.is_hidden(file.path)]
         else:
             store, found = _matching(where)
         if not found:
-            looked_for = "nothing is at" if entry is None else f"no image ({', '.join(SUFFIXES)}) is below"
+            looked_for = (
+                "nothing is at" if entry is None else f"no image ({', '.join(images.IMAGE_SUFFIXES[:6])}) is below"
+            )
             raise UserError(f"images: {looked_for} {where}")
         for file in found:
             yield file.path, store.read_bytes(file.path)
@@ -308,7 +312,12 @@ def _matching(pattern: str) -> tuple[Store, list[FileEntry]]:
     found = [""]
     for depth, part in enumerate(parts[first:], start=first):
         entries = [entry for folder in found for entry in store.list(folder)]
-        fits = [e for e in entries if fnmatch.fnmatchcase(posixpath.basename(e.path), part)]
+        names = ((entry, posixpath.basename(entry.path)) for entry in entries)
+        fits = [
+            e
+            for e, name in names
+            if fnmatch.fnmatchcase(name, part) and (part.startswith(".") or not images.is_hidden(name))
+        ]
         if depth == len(parts) - 1:
             return store, [entry for entry in fits if not entry.is_folder]
         found = [entry.path for entry in fits if entry.is_folder]

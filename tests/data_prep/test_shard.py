@@ -14,13 +14,14 @@ from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from data_prep import images
 from data_prep.config import DataConfig
 from data_prep.parquet import QUARANTINE_SCHEMA, draws
-from data_prep.plan import content_of, num_duplicates
+from data_prep.plan import content_of, num_duplicates, with_exif
 from data_prep.resize import resize_area
 
 
@@ -75,6 +76,42 @@ def test_equal_content_is_counted_across_shards_and_tiles():
     assert num_duplicates([a + b, other]) == 1
     assert num_duplicates([a, a, other + a]) == 0  # the same photo, seen by three shards
     assert num_duplicates([a, b, content_of("e", b"x" * 20_000)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("dataset", "source", "exif"),
+    [("photos", "folder", "apply"), ("celebahq-mine", "folder", "ignore"), ("photos", "webdataset", "ignore")],
+)
+def test_only_folders_of_ones_own_photos_are_turned_upright(
+    dataset: str, source: str, exif: str, config: DataConfig
+) -> None:
+    config = dataclasses.replace(config, dataset=dataset)
+    assert with_exif(config, source).exif == exif
+    assert with_exif(dataclasses.replace(config, exif="ignore"), source).exif == "ignore"
+
+
+def test_a_turned_photo_is_upright(tmp_path: pathlib.Path, rendered: Callable):
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    stored = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
+    (tmp_path / "raw").mkdir()
+    Image.fromarray(stored).save(tmp_path / "raw" / "a.png", exif=exif)
+    config = DataConfig(dataset="photos", root=str(tmp_path / "raw"), image_size=16, resolutions=[16], bits=[8])
+    assert np.array_equal(rendered(config)["train"]["a.png"][1], stored[::-1, ::-1])
+
+
+def test_any_error_of_reading_a_row_quarantines_it_by_name(tmp_path: pathlib.Path, written: Callable):
+    """A path that is no UTF-8, which Arrow's conversion does not expect, beside a good row."""
+    good = io.BytesIO()
+    Image.new("RGB", (20, 20), (9, 8, 7)).save(good, "PNG")
+    bad = pa.StringArray.from_buffers(2, pa.array([0, 1, 2], pa.int32()).buffers()[1], pa.py_buffer(b"a\xff"))
+    image = pa.StructArray.from_arrays([pa.array([good.getvalue()] * 2), bad], ["bytes", "path"])
+    (tmp_path / "raw").mkdir()
+    pq.write_table(pa.table({"image": image}), tmp_path / "raw" / "a.parquet")
+    config = DataConfig(dataset="part", root=str(tmp_path / "raw"), image_size=8, resolutions=[8], bits=[8])
+    (sidecar,) = written(config, tmp_path / "set")[1]
+    assert sidecar["num_rows"] == 1
+    assert [(r["key"], r["reason"]) for r in sidecar["quarantine"]] == [("a.parquet#0000001", "corrupt_data")]
 
 
 def test_quarantine_says_where_the_bytes_are(tmp_path: pathlib.Path, written: Callable):

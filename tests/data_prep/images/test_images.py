@@ -5,6 +5,7 @@ pytest tests/data_prep/images/test_images.py
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -179,19 +180,19 @@ def memory_kib(name: str) -> int:
 @pytest.mark.parametrize(
     ("reason", "data"),
     [
-        ("corrupt_data", lambda: png_of(4, 4, (b"zTXt", b"k\0\0" + zlib.compress(bytes(80_000_000), 9)))),
+        (None, lambda: png_of(4, 4, (b"zTXt", b"k\0\0" + zlib.compress(bytes(80_000_000), 9)))),
         ("decompression_bomb", lambda: png_of(100_000_000, 1)),
         ("decompression_bomb", lambda: webp_of(8_001, 8_001)),
     ],
     ids=["text", "one long row", "webp"],
 )
-def test_bombs_are_refused_without_much_memory(reason: str, data: Callable[[], bytes]) -> None:
+def test_bombs_are_refused_or_left_out_without_much_memory(reason: str | None, data: Callable[[], bytes]) -> None:
     bomb = data()
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     before = memory_kib("VmRSS")
-    with pytest.raises(images.UnusableImage) as error:
+    with pytest.raises(images.UnusableImage) if reason else contextlib.nullcontext() as error:
         images.decode(bomb, profile="tf")
-    assert error.value.reason == reason
+    assert reason is None or error.value.reason == reason
     assert memory_kib("VmHWM") - before < 100_000
 
 

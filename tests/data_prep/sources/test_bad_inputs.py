@@ -49,9 +49,8 @@ def prepared(case: dict, root: pathlib.Path) -> DataConfig:
         with tarfile.open(root / "ILSVRC2012_img_val.tar", "w") as tar:
             for i in (1, 2):
                 tar.add(FOLDER / "ok_baseline.JPEG", f"ILSVRC2012_val_{i:08d}.JPEG")
-    return DataConfig(
-        dataset=dataset, root=str(root), image_size=32, resolutions=[32], bits=[8], max_quarantine_fraction=1
-    )
+    options = dict(image_size=32, resolutions=[32], bits=[8], max_quarantine_fraction=1, exif="ignore")
+    return DataConfig(dataset=dataset, root=str(root), **options)
 
 
 def outcome(plan: Plan, sidecars: list[dict]) -> tuple[int, Counter, Counter, int]:

@@ -110,7 +110,8 @@ def test_scoring_takes_whole_images_at_the_depth_of_the_last_stage(tmp_path):
 
 
 def test_files_folders_and_patterns(tmp_path, monkeypatch):
-    for name in ("a.png", "b.PNG", "deep/c.png", "deep/d.bmp", "notes.txt"):
+    hidden = ("._a.png", ".ipynb_checkpoints/a-checkpoint.png", "__MACOSX/a.png")
+    for name in ("a.png", "b.PNG", "deep/c.png", "deep/d.bmp", "notes.txt", *hidden):
         file = tmp_path / name
         save(file, photo(16)) if file.suffix != ".txt" else file.write_text("no image")
     save(tmp_path / "odd[1].png", photo(16))
