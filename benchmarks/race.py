@@ -1,15 +1,21 @@
-"""Equal-time race: so many seconds of training on one GPU, then exact bits/dim on all held-out images.
+"""Equal-time race: so many seconds of training on one GPU, then exact bits/dim of all test images.
 
     python pipelines/prepare_data.py --config cifar10 data.root=FOLDER storage=RUNS
     python benchmarks/race.py --dataset RUNS/cifar10/nodes/prepare_data/*/*/dataset --variant modern --seconds 480 \
         --out benchmarks/results/race
 
-Variants on 32x32 images of 8 bits (CIFAR-10), whole: paper (the paper's decoder and RMSProp recipe, with the Polyak
-warm-up), paper_adamw (its decoder, a present-day optimiser and schedule), modern (recipe modern, Muon). On 64x64 images
-of 3 bits (Tiny ImageNet), SPNs of four slices, a random one of each image a step, all four scored: spn_paper (the
-networks of CelebA-HQ 256, RMSProp), spn_modern (recipe modern, dropout, Muon, 4% more parameters). Compiling is not
-counted.
-With --tune the last tenth of the training images is held out and scored instead of the test images.
+A variant is a chain of networks that share the seconds; on images of 8 bits and any size:
+
+    paper, modern                        the decoder alone on whole images: the paper's of 144M parameters with RMSProp;
+                                         recipe modern, 43M, with Muon
+    spn_paper, spn_modern                an SPN of four slices at 3 bits, 46M and 48M (dropout 0.15)
+    paper_SYSTEM, modern_SYSTEM          the systems of the paper, each chain of 43M to 47M parameters in all: baseline
+                                         (paper only; modern is the other's), spn2, spn4 (S = 2, 4), spn2_depth (3 bits,
+                                         then 5), multidim (first slice, the other three, the five low bits)
+
+Compiling is not counted. Writes VARIANT-SECONDSs-SEED.json and, beside it, the bits/dim of each image with averaged
+weights as .parquet: benchmarks/scores.py compares two of them. With --tune the last tenth of the training images is
+held out and scored instead of the test images, and nothing is written.
 """
 
 from __future__ import annotations
@@ -19,69 +25,119 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from spn.bitdepth import stage_values
 from spn.config import DecoderConfig, EmbedderConfig, SPNConfig, TrainConfig
-from spn.evaluation import bits_per_dim, image_nats
+from spn.evaluation import bits_per_dim, chain_nats
 from spn.gpu.training import speed_up
 from spn.model import SPN
 from spn.training import Batch, TrainState, bits_per_dim_estimate, train_step
 
 HELD_OUT = 0.1  # of the training images, with --tune
 COMMON = dict(batch_size=64, precision="bfloat16", polyak_warmup=True, horizontal_flip=True)
-RMSPROP = dict(optimizer="rmsprop", learning_rate=1e-4)
-ADAMW = dict(optimizer="adamw", learning_rate=4e-4, schedule="linear", warmup_steps=100, grad_clip=1.0, decay=0.95)
-MUON = dict(optimizer="muon", learning_rate=0.02, momentum=0.95, schedule="linear", warmup_steps=100, grad_clip=1.0)
-WHOLE = dict(stage="baseline", image_size=32, scaling_factor=1, num_bits=8)
-SLICES = dict(stage="size_upscale", image_size=64, scaling_factor=2, num_bits=3)
-MODERN = dict(recipe="modern", num_attn_heads=4, attn_head_dim=128, num_memory_rows=1408)
-MODERN_DECODER = DecoderConfig(num_layers=3, conv_channels=192, residual_channels=768, num_attn_layers=12, **MODERN)
-
-
-@dataclass(frozen=True)
-class Variant:
-    network: SPNConfig
-    settings: dict[str, Any]  # of TrainConfig, over COMMON
-
-
-VARIANTS = {
-    "paper": Variant(SPNConfig(**WHOLE), RMSPROP),
-    "paper_adamw": Variant(SPNConfig(**WHOLE), ADAMW),
-    "modern": Variant(SPNConfig(**WHOLE, decoder=MODERN_DECODER), MUON),
-    "spn_paper": Variant(
-        SPNConfig(
-            **SLICES,
-            decoder=DecoderConfig(conv_channels=128, num_attn_layers=5, num_attn_heads=5),
-            embedder=EmbedderConfig(),
-        ),
-        RMSPROP,
-    ),
-    # Dropout: 0.1 and 0.2 scored alike on held-out images.
-    "spn_modern": Variant(
-        SPNConfig(
-            **SLICES,
-            decoder=dataclasses.replace(MODERN_DECODER, num_attn_layers=8, dropout=0.15),
-            embedder=EmbedderConfig(
-                num_conv_layers=2, residual_channels=768, num_attn_layers=4, dropout=0.15, **MODERN
-            ),
-        ),
-        MUON,
+SETTINGS = {
+    "paper": dict(optimizer="rmsprop", learning_rate=1e-4),
+    "modern": dict(
+        optimizer="muon", learning_rate=0.02, momentum=0.95, schedule="linear", warmup_steps=100, grad_clip=1.0
     ),
 }
 
 
+@dataclass(frozen=True)
+class Variant:
+    networks: tuple[SPNConfig, ...]  # of the chain, in its order
+    settings: Mapping[str, Any]  # of TrainConfig, over COMMON
+    shares: tuple[float, ...] = (1.0,)  # of the seconds, for each network
+
+
+def modern(num_attn_layers: int, embedder_layers: int = 0, *, heads: int = 4, dropout: float = 0.0) -> dict[str, Any]:
+    """Decoder and embedder of recipe modern, of so many attention layers each."""
+    common = dict(recipe="modern", residual_channels=768, num_attn_heads=heads, attn_head_dim=128, dropout=dropout)
+    common["num_memory_rows"] = 352 * heads
+    decoder = DecoderConfig(num_layers=3, conv_channels=192, num_attn_layers=num_attn_layers, **common)
+    if not embedder_layers:
+        return {"decoder": decoder}
+    embedder = EmbedderConfig(num_conv_layers=2, conv_channels=256, num_attn_layers=embedder_layers, **common)
+    return {"decoder": decoder, "embedder": embedder}
+
+
+def paper(num_attn_layers: int, num_layers: int, embedder: tuple[int, int] | None = None) -> dict[str, Any]:
+    """The paper's decoder and embedder (attention, convolution layers) with CelebA-HQ 256's widths."""
+    decoder = DecoderConfig(num_layers=num_layers, conv_channels=128, num_attn_layers=num_attn_layers, num_attn_heads=5)
+    if embedder is None:
+        return {"decoder": decoder}
+    return {
+        "decoder": decoder,
+        "embedder": EmbedderConfig(num_attn_layers=embedder[0], num_conv_layers=embedder[1]),
+    }
+
+
+def variants(size: int) -> dict[str, Variant]:
+    """Of images of size x size."""
+
+    def network(stage: str, bits: int, parts: dict[str, Any], *, scaling: int = 2, given: int = 0) -> SPNConfig:
+        return SPNConfig(stage, size, scaling, num_bits=bits, num_given_bits=given, **parts)
+
+    def chains(recipe: str, *, alone: dict, two: dict, three: dict, first: dict) -> dict[str, Variant]:
+        """alone, two, three: parts of an SPN's network as the only one, one of two, of three; first: of first_slice."""
+        spn = {f"spn{S}": Variant((network("size_upscale", 8, alone, scaling=S),), SETTINGS[recipe]) for S in (2, 4)}
+        depth = (network("size_upscale", 3, two), network("depth_upscale", 5, two, given=3))
+        all_three = (
+            network("first_slice", 3, first),
+            network("size_upscale", 3, three),
+            network("depth_upscale", 5, three, given=3),
+        )
+        systems = {
+            **spn,
+            "spn2_depth": Variant(depth, SETTINGS[recipe], (0.35, 0.65)),
+            "multidim": Variant(all_three, SETTINGS[recipe], (0.1, 0.3, 0.6)),
+        }
+        return {f"{recipe}_{system}": variant for system, variant in systems.items()}
+
+    def whole(recipe: str, parts: dict[str, Any]) -> Variant:
+        return Variant((network("baseline", 8, parts, scaling=1),), SETTINGS[recipe])
+
+    return {
+        "paper": whole("paper", {}),
+        "modern": whole("modern", modern(12)),
+        "spn_paper": Variant((network("size_upscale", 3, paper(5, 15, (6, 5))),), SETTINGS["paper"]),
+        # Dropout: 0.1 and 0.2 scored alike on held-out images.
+        "spn_modern": Variant((network("size_upscale", 3, modern(8, 4, dropout=0.15)),), SETTINGS["modern"]),
+        "paper_baseline": whole("paper", paper(8, 15)),
+        **chains(
+            "paper",
+            alone=paper(5, 15, (6, 5)),
+            two=paper(3, 5, (3, 2)),
+            three=paper(2, 3, (2, 1)),
+            first=paper(2, 8),
+        ),
+        **chains(
+            "modern",
+            alone=modern(8, 3),
+            two=modern(3, 1),
+            three=modern(2, 2, heads=3),
+            first=modern(3),
+        ),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dataset", required=True, help="Parquet dataset with the variant's size and bits")
-    parser.add_argument("--variant", required=True, choices=VARIANTS)
+    parser.add_argument("--dataset", required=True, help="Parquet dataset of 8 bits at one resolution")
+    parser.add_argument("--variant", required=True, choices=variants(32))
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
@@ -89,20 +145,22 @@ def main() -> None:
     arguments = parser.parse_args()
     from data_prep.parquet import open_dataset, pixels
 
-    dataset, network = open_dataset(arguments.dataset), VARIANTS[arguments.variant].network
-    train, test = (
-        pixels(dataset.read(resolution=network.image_size, bits=network.num_bits, split=split))
-        for split in ("train", "test")
-    )
+    dataset = open_dataset(arguments.dataset)
+    name, size = dataset.manifest.config["dataset"], max(dataset.manifest.config["resolutions"])
+    train, test = (pixels(dataset.read(resolution=size, bits=8, split=split)) for split in ("train", "test"))
     if arguments.tune:
         train, test = held_out(train)
-    result = race(train, test, variant=arguments.variant, seconds=arguments.seconds, seed=arguments.seed)
-    result = {**result, "scored_on": "held-out training images" if arguments.tune else "test"}
+    variant = variants(size)[arguments.variant]
+    result, scores = race(train, test, variant, seconds=arguments.seconds, seed=arguments.seed)
+    result = {"variant": arguments.variant, "seed": arguments.seed, "data": f"{name} {size}x{size}", **result}
+    result["scored_on"] = "held-out training images" if arguments.tune else "test"
     print(json.dumps(result), flush=True)
     if arguments.out and not arguments.tune:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        name = f"{arguments.variant}-{arguments.seconds:g}s.json"
-        (arguments.out / name).write_text(json.dumps(result, indent=1) + "\n")
+        stem = f"{name}-{arguments.variant}-{arguments.seconds:g}s-{arguments.seed}"
+        (arguments.out / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
+        keys = [str(number) for number in range(len(test))]
+        pq.write_table(pa.table({"key": keys, **scores}), arguments.out / f"{stem}.parquet")
 
 
 def held_out(train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -111,36 +169,58 @@ def held_out(train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return train[:rest], train[rest:]
 
 
-def changed(network: SPNConfig, changes: dict[str, dict[str, Any]]) -> SPNConfig:
-    """With fields of its decoder or embedder changed."""
-    parts = {
-        part: dataclasses.replace(getattr(network, part), **new) for part, new in changes.items() if part != "train"
-    }
-    return dataclasses.replace(network, **parts)
-
-
 def race(
-    train: np.ndarray,
-    test: np.ndarray,
-    *,
-    variant: str,
-    seconds: float,
-    seed: int = 0,
-    changes: dict[str, dict[str, Any]] | None = None,
-    device: str = "cuda",
-) -> dict[str, Any]:
-    """Train for `seconds` on images [N, H, W, 3] (uint8, of the variant's size and bits), score `test` exactly.
+    train: np.ndarray, test: np.ndarray, variant: Variant, *, seconds: float, seed: int = 0, device: str = "cuda"
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Train the chain for `seconds` on images [N, H, W, 3] (uint8, 8 bits) and score `test` exactly.
 
-    changes: {"decoder", "embedder", "train": changed fields}. Compiled on a GPU only.
+    Returns the result and {part of the chain, "total": float32 [N], bits/dim of each test image with averaged weights}.
+    Compiled on a GPU only.
     """
-    changes = changes or {}
-    network, settings = changed(VARIANTS[variant].network, changes), VARIANTS[variant].settings
-    if train.max() >= network.num_values:
-        raise ValueError(f"training images hold {train.max()}; {variant} models {network.num_bits} bits")
+    data = torch.from_numpy(train.copy()).to(device).permute(0, 3, 1, 2)
+    trained = [
+        _train(network, variant.settings, data, seconds=seconds * share, seed=seed + number)
+        for number, (network, share) in enumerate(zip(variant.networks, variant.shares, strict=True))
+    ]
+    models = {state.model.config.stage: state.model for state, _ in trained}
+    raw = score(models, test)
+    with ExitStack() as averaged:
+        for state, _ in trained:
+            averaged.enter_context(state.polyak.applied(state.model))
+        scores = score(models, test)
+    stages = {
+        stage: {**record, "test_bits_per_dim_raw": float(raw[stage].mean()), **_mean(scores[stage])}
+        for stage, (_, record) in zip(models, trained, strict=True)
+    }
+    result = {
+        "card": torch.cuda.get_device_name() if device == "cuda" else device,
+        "torch": torch.__version__,
+        "seconds": sum(record["seconds"] for _, record in trained),
+        "parameters": sum(record["parameters"] for _, record in trained),
+        "test_bits_per_dim_raw": float(raw["total"].mean()),
+        **_mean(scores["total"]),
+        "num_test_images": len(test),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
+        "stages": stages,
+    }
+    return result, scores
+
+
+def _mean(scores: np.ndarray) -> dict[str, float]:
+    return {
+        "test_bits_per_dim_averaged": float(scores.mean()),
+        "standard_error": float(scores.std(ddof=1) / len(scores) ** 0.5),
+    }
+
+
+def _train(
+    network: SPNConfig, settings: Mapping[str, Any], data: torch.Tensor, *, seconds: float, seed: int
+) -> tuple[TrainState, dict[str, Any]]:
+    """One network on 8-bit images [N, 3, H, W], each time a random slice of random images; and what it did."""
+    device = data.device.type
     torch.manual_seed(seed)
     model = SPN(network).to(device)
-    config = TrainConfig(num_steps=1, **{**COMMON, **settings, **changes.get("train", {})})
-    data = torch.from_numpy(train.copy()).to(device).permute(0, 3, 1, 2)
+    config = TrainConfig(num_steps=1, **{**COMMON, **settings})
     forward = speed_up(model, compiled=device == "cuda")
     draws = torch.Generator(device=device).manual_seed(seed)
 
@@ -149,12 +229,12 @@ def race(
         image = data[rows].long()
         flip = torch.rand(config.batch_size, generator=draws, device=device) < 0.5
         image = torch.where(flip[:, None, None, None], image.flip(-1), image)
+        values, given = stage_values(image, stored_bits=8, given_bits=network.num_given_bits, num_bits=network.num_bits)
         index = torch.randint(network.num_slices, (config.batch_size,), generator=draws, device=device)
-        return Batch(image, index, None, [variant])
+        return Batch(values, index, given, [network.stage])
 
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    probe = TrainState.create(model, config)
-    step_sec = _step_seconds(probe, config, batch, forward)
+    step_sec = _step_seconds(TrainState.create(model, config), config, batch, forward)
     model.load_state_dict(start)
     config = dataclasses.replace(config, num_steps=max(1, int(seconds / step_sec)))
     state = TrainState.create(model, config)
@@ -166,30 +246,16 @@ def race(
     _wait(device)
     spent = time.perf_counter() - began
     state.check()
-    scores = {"raw": _score(model, test)}
-    with state.polyak.applied(model):
-        scores["averaged"] = _score(model, test)
-    last = losses[-100:]
-    estimate = bits_per_dim_estimate(
-        torch.stack(last).sum().item(), num_images=len(last) * config.batch_size, config=network
-    )
-    return {
-        "variant": variant,
-        "card": torch.cuda.get_device_name() if device == "cuda" else device,
-        "torch": torch.__version__,
+    last = torch.stack(losses[-100:])
+    return state, {
         "seconds": spent,
         "steps": state.step,
         "planned_steps": config.num_steps,
-        "images": state.step * config.batch_size,
-        "epochs": state.step * config.batch_size / len(train),
+        "slices": state.step * config.batch_size,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "test_bits_per_dim": min(scores.values()),
-        "test_bits_per_dim_raw": scores["raw"],
-        "test_bits_per_dim_averaged": scores["averaged"],
-        "num_test_images": len(test),
-        "train_bits_per_dim_last_100_steps": estimate,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
-        "changes": changes,
+        "train_bits_per_dim_last_100_steps": bits_per_dim_estimate(
+            last.sum().item(), num_images=len(last) * config.batch_size, config=network
+        ),
     }
 
 
@@ -198,7 +264,9 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _step_seconds(state: TrainState, config: TrainConfig, batch: Any, forward: Any) -> float:
+def _step_seconds(
+    state: TrainState, config: TrainConfig, batch: Callable[[], Batch], forward: Callable[..., Any]
+) -> float:
     """Compiles and warms up, then times steps; what was trained here is thrown away."""
     device = next(state.model.parameters()).device.type
     for timed in (5, 20):
@@ -211,17 +279,20 @@ def _step_seconds(state: TrainState, config: TrainConfig, batch: Any, forward: A
     return seconds
 
 
-def _score(model: SPN, test: np.ndarray) -> float:
-    """Exact bits/dim of all slices of all images, with the network's present weights."""
-    device = next(model.parameters()).device
-    model.eval()
-    nats = 0.0
+def score(models: Mapping[str, SPN], test: np.ndarray) -> dict[str, np.ndarray]:
+    """{part, "total": float32 [N]}: exact bits/dim of each 8-bit image [N, H, W, 3] with the present weights."""
+    device = next(next(iter(models.values())).parameters()).device
+    for model in models.values():
+        model.eval()
+    batches = []
     for start in range(0, len(test), 250):
         image = torch.from_numpy(test[start : start + 250].copy()).to(device).permute(0, 3, 1, 2).long()
         with torch.autocast(device.type, torch.bfloat16):
-            nats += float(image_nats(model, image, None, slices=range(model.config.num_slices)).sum())
-    model.train()
-    return bits_per_dim(nats, num_images=len(test), image_size=model.config.image_size)
+            batches.append({part: nats.cpu().numpy() for part, nats in chain_nats(models, image).items()})
+    nats = {part: np.concatenate([batch[part] for batch in batches]) for part in models}
+    nats["total"] = sum(nats.values())
+    scale = bits_per_dim(1.0, num_images=1, image_size=test.shape[1])
+    return {part: (found * scale).astype(np.float32) for part, found in nats.items()}
 
 
 if __name__ == "__main__":

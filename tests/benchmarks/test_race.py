@@ -5,6 +5,7 @@ python -m pytest tests/benchmarks/test_race.py
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -15,38 +16,49 @@ from benchmarks import race
 from spn.model import SPN
 
 TINY = dict(conv_channels=6, residual_channels=12, num_attn_layers=1, num_attn_heads=1, attn_head_dim=8, dropout=0.0)
-DECODER = {**TINY, "num_layers": 2, "num_memory_rows": 4}
-EMBEDDER = {**TINY, "num_conv_layers": 1, "num_memory_rows": 4}
 
 
-@pytest.mark.parametrize("variant", ["modern", "spn_paper"])
-def test_a_network_without_preference_scores_its_bits(variant):
-    """All slices of all images count: with equal logits everywhere, bits/dim are the bits."""
-    network = race.VARIANTS[variant].network
-    model = SPN(race.changed(network, {"decoder": DECODER, **({"embedder": EMBEDDER} if network.embedder else {})}))
-    torch.nn.init.zeros_(model.decoder.head.weight)
-    images = np.random.default_rng(0).integers(network.num_values, size=(3, network.image_size, network.image_size, 3))
-    assert race._score(model, images.astype(np.uint8)) == pytest.approx(network.num_bits, abs=1e-6)
+def tiny(name: str, size: int) -> race.Variant:
+    """A variant's chain with small networks."""
+    variant = race.variants(size)[name]
+    networks = []
+    for network in variant.networks:
+        parts = {"decoder": dataclasses.replace(network.decoder, **TINY, num_layers=2, num_memory_rows=4)}
+        if network.embedder:
+            parts["embedder"] = dataclasses.replace(network.embedder, **TINY, num_conv_layers=1, num_memory_rows=4)
+        networks.append(dataclasses.replace(network, **parts))
+    settings = {**variant.settings, "batch_size": 2, "learning_rate": 1e-2, "warmup_steps": 1}
+    return race.Variant(tuple(networks), settings, variant.shares)
 
 
-@pytest.mark.parametrize("variant", ["spn_paper", "spn_modern"])
-def test_a_short_race_learns_and_counts(variant, monkeypatch):
-    """Images of one colour: twenty steps, whatever the machine's speed, beat equal probabilities."""
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("modern", 8), ("spn_paper", 3), ("paper_spn4", 8), ("modern_spn2_depth", 8), ("paper_multidim", 8)],
+)
+def test_networks_without_preference_score_their_bits(name, bits):
+    """All slices of all images count once: with equal logits everywhere, bits/dim are the bits."""
+    models = {network.stage: SPN(network) for network in tiny(name, 8).networks}
+    for model in models.values():
+        torch.nn.init.zeros_(model.decoder.head.weight)
+    images = np.random.default_rng(0).integers(256, size=(3, 8, 8, 3)).astype(np.uint8)
+    scores = race.score(models, images)
+    assert scores["total"] == pytest.approx([bits] * 3, abs=1e-6)
+    assert list(scores) == [*models, "total"]
+
+
+@pytest.mark.parametrize("name", ["spn_modern", "paper_multidim"])
+def test_a_short_race_learns_and_counts(name, monkeypatch):
+    """Images of one colour: up to ten steps of each network, whatever the machine's speed, beat equal odds."""
     monkeypatch.setattr(race, "_step_seconds", lambda *_: 50.0)
-    train = np.full((10, 64, 64, 3), 5, np.uint8)
-    changes = {
-        "decoder": DECODER,
-        "embedder": EMBEDDER,
-        "train": {"batch_size": 2, "learning_rate": 1e-2, "warmup_steps": 1},
-    }
-    result = race.race(train, train[:2], variant=variant, seconds=1000.0, changes=changes, device="cpu")
-    assert result["test_bits_per_dim"] < 3 and math.isfinite(result["train_bits_per_dim_last_100_steps"])
-    assert result["steps"] == 20 and result["images"] == 40 == 10 * result["epochs"]
-
-
-def test_images_of_more_bits_are_refused():
-    with pytest.raises(ValueError, match="3 bits"):
-        race.race(np.full((2, 64, 64, 3), 8, np.uint8), None, variant="spn_paper", seconds=1, device="cpu")
+    train = np.full((10, 16, 16, 3), 165, np.uint8)
+    variant = tiny(name, 16)
+    result, scores = race.race(train, train[:2], variant, seconds=500.0, device="cpu")
+    assert [stage["steps"] for stage in result["stages"].values()] == [int(10 * share) for share in variant.shares]
+    assert all(stage["slices"] == 2 * stage["steps"] for stage in result["stages"].values())
+    assert result["test_bits_per_dim_raw"] < sum(network.num_bits for network in variant.networks)
+    parts = sum(stage["test_bits_per_dim_averaged"] for stage in result["stages"].values())
+    assert parts == pytest.approx(result["test_bits_per_dim_averaged"], abs=1e-5) and math.isfinite(parts)
+    assert scores["total"].shape == (2,)
 
 
 def test_held_out_images_are_not_trained_on():
@@ -54,9 +66,13 @@ def test_held_out_images_are_not_trained_on():
     assert len(rest) == 5 and np.array_equal(np.concatenate([train, rest]), np.arange(50))
 
 
-def test_the_two_sides_are_of_one_size():
+def test_the_systems_that_are_compared_are_of_one_size():
+    """Total parameters of each chain, within 10% of each other; and the two SPNs at 3 bits."""
     with torch.device("meta"):
-        counts = [
-            sum(p.numel() for p in SPN(race.VARIANTS[v].network).parameters()) for v in ("spn_paper", "spn_modern")
-        ]
-    assert max(counts) / min(counts) < 1.05
+        total = {
+            name: sum(p.numel() for network in variant.networks for p in SPN(network).parameters())
+            for name, variant in race.variants(32).items()
+        }
+    assert total["spn_modern"] / total["spn_paper"] < 1.05
+    compared = [count for name, count in total.items() if name not in ("paper", "spn_paper", "spn_modern")]
+    assert len(compared) == 10 and max(compared) / min(compared) < 1.1

@@ -93,11 +93,12 @@ def test_recipe_modern_for_one_stage_alone() -> None:
 
 def test_presets_of_recipe_modern_are_what_was_raced() -> None:
     """cifar10_modern has the benchmark's network; every stage of imagenet64_modern has the recipe."""
-    from benchmarks.race import VARIANTS
+    from benchmarks.race import variants
 
-    assert stage_model_config(load("cifar10_modern"), "baseline") == VARIANTS["modern"].network
+    raced = variants(32)["modern"]
+    assert stage_model_config(load("cifar10_modern"), "baseline") == raced.networks[0]
     config = load("cifar10_modern").train
-    for key, value in VARIANTS["modern"].settings.items():
+    for key, value in raced.settings.items():
         assert getattr(config, key) == value, key
     for parts in sized("imagenet64_modern").values():
         assert "decoder_stem" in parts["parameters"] and parts["parameters"]["total"] < 150e6
