@@ -29,6 +29,7 @@ os.environ.update(
     RAY_AUTH_MODE="disabled",
     RAY_DATA_USE_DATASOURCE_V2="0",
     RAY_CHDIR_TO_TRIAL_DIR="0",
+    RAY_idle_worker_killing_time_threshold_ms="120000",  # the next test takes the process over
     PYTHONPATH=os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])),
 )
 os.environ.pop("RAY_ADDRESS", None)
@@ -74,13 +75,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """A local Ray session of 2 CPUs: a process can have one, so all rooms share it, in whatever order they run."""
+    """A local Ray session of 2 CPUs and a GPU by name alone: a process can have one session, so all rooms share it."""
     import ray
 
     ray.init(
         address="local",
         num_cpus=2,
-        num_gpus=0,
+        num_gpus=1,
         include_dashboard=False,
         log_to_driver=False,
         logging_level="error",

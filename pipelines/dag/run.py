@@ -27,7 +27,6 @@ from pipelines.dag.progress import Display, Hub, clock
 from pipelines.dag.task import Outcome, Task, adopt, execute, failed, one_line
 
 EXECUTED, SKIPPED, FAILED, BLOCKED = "executed", "skipped", "failed", "blocked"
-MAX_CALLS = 1  # nodes per process: with one, its memory and its global state are gone when the node ends
 _POLL_SEC = 0.5
 _LONGEST_WAIT_SEC = 300.0  # before a retry
 _CANCEL_SEC = 1.0  # Ray kills a stopped job 3 s after SIGTERM, and there is more to do in that time
@@ -133,7 +132,6 @@ class _Engine:
         import ray
 
         self.ray, self.hub = ray, Hub()
-        self.remote = ray.remote(max_retries=0, max_calls=MAX_CALLS)(execute)
 
     def run(self) -> RunReport:
         for decision in self.plan.decisions:
@@ -278,8 +276,9 @@ class _Engine:
         )
         upstream = {need: self.made[need].attempt for need in node.needs}
         task = Task(store, node.function, context, upstream, decision.ingredients, self.git_commit)
-        options = {"name": f"node:{node.name}", "num_cpus": node.num_cpus, "num_gpus": node.num_gpus}
-        reference = self.remote.options(**options).remote(task)
+        # The next node may use the process, whose imports take seconds. After a GPU's node Ray ends it: memory is free.
+        remote = self.ray.remote(max_retries=0, num_cpus=node.num_cpus, num_gpus=node.num_gpus)(execute)
+        reference = remote.options(name=f"node:{node.name}").remote(task)
         self.running[reference] = _Try(decision, handle, attempt, time.monotonic(), faults)
         self.display.line(f"[{node.name}] starts: {decision.reason}")
 

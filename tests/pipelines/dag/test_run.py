@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -29,7 +30,7 @@ from pipelines.dag import attempts
 from pipelines.dag import run as runner
 from pipelines.dag.node import Node, Tracker
 from pipelines.dag.plan import Plan, plan
-from pipelines.dag.progress import Display
+from pipelines.dag.progress import Display, Reporter
 from pipelines.dag.run import RunReport, Stopped, run, shortfalls
 from pipelines.tracking import PARENT_TAG, Ledger, default_uri
 
@@ -39,10 +40,10 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 @pytest.fixture(autouse=True)
-def few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets nodes share processes: starting one takes longer than any of these nodes."""
-    monkeypatch.setattr(runner, "MAX_CALLS", 0)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short waits, and no actor that collects progress: each is a process."""
     monkeypatch.setattr(runner, "_POLL_SEC", 0.05)
+    monkeypatch.setattr(runner, "Hub", lambda: SimpleNamespace(reporter=Reporter, poll=dict, close=lambda: None))
 
 
 @pytest.fixture
@@ -163,10 +164,9 @@ def test_a_users_mistake_inside_a_node_is_its_one_line(store: Store) -> None:
     assert report.nodes["a"].error == "the folder is empty" and report.nodes["a"].is_user_error
 
 
-def test_every_node_has_a_process_of_its_own(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "MAX_CALLS", 1)
-    report, _ = go(store, [node("a", "pid"), node("b", "pid", ["a"])])
-    assert report.nodes["a"].success.metrics["pid"] != report.nodes["b"].success.metrics["pid"]
+def test_a_process_that_had_a_gpu_ends_with_its_node(store: Store) -> None:
+    report, _ = go(store, [node("a", "pid", num_gpus=1)], capacity=None)
+    assert is_gone(int(report.nodes["a"].success.metrics["pid"]))
 
 
 @pytest.mark.faults
@@ -314,18 +314,15 @@ def is_gone(pid: int) -> bool:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_the_tasks_and_closes_their_runs(
-    store: Store, tmp_path: Path, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "MAX_CALLS", 1)
+def test_a_signal_stops_the_tasks_and_closes_their_runs(store: Store, tmp_path: Path, how: signal.Signals) -> None:
     before = signal.getsignal(signal.SIGTERM)
     interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started without it
-    nodes = [node("a", "wait_for_ever", config=Toy(place=str(tmp_path))), node("b", needs=["a"])]
+    nodes = [node("a", "wait_for_ever", config=Toy(place=str(tmp_path)), num_gpus=1), node("b", needs=["a"])]
     tracker = SilentTracker()
     thread = watch(tmp_path, lambda: os.kill(os.getpid(), how))
     try:
         with pytest.raises(KeyboardInterrupt):
-            go(store, nodes, tracker=tracker)
+            go(store, nodes, tracker=tracker, capacity=None)
     finally:
         signal.signal(signal.SIGINT, interrupt)
     thread.join()
