@@ -1,7 +1,8 @@
 """Load and print configurations: defaults < file (all stages < a kind of stage < one stage) < command line (likewise).
 
 Each layer is merged into typed dataclasses by OmegaConf, which only this file imports. The sections per stage and per
-node are resolved here, once. A mistake is one line: what, where it was set, and the nearest valid name.
+node are resolved here, once. Settings of text are taken as they are written, not as YAML reads them: 1.10, no, a #1.
+A mistake is one line: what, where it was set, and the nearest valid name.
 """
 
 from __future__ import annotations
@@ -119,17 +120,34 @@ def _read(path: Path, shown: str) -> DictConfig:
         raise UserError(f"cannot read {shown}: {_one_line(error)}") from None
     if not isinstance(read, DictConfig):
         raise UserError(f"cannot read {shown}: it must be a mapping of keys to values")
+    for key, text in _texts(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)):
+        OmegaConf.update(read, key, text)
     return read
 
 
+def _texts(node: yaml.Node | None, key: str = "") -> Iterator[tuple[str, str]]:
+    """(key, value as it is written) of what a YAML file says for settings of text."""
+    kind = _kind(key)
+    if isinstance(node, yaml.MappingNode) and (_is_section(kind) or typing.get_origin(kind) is dict):
+        for name, value in node.value:
+            yield from _texts(value, _join(key, name.value))
+    elif isinstance(node, yaml.ScalarNode) and _is_text(kind) and not node.tag.endswith(":null"):
+        yield key, node.value
+
+
 def _parse(override: str) -> DictConfig:
-    key, equals, _ = override.partition("=")
+    key, equals, text = override.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
         hint = f"; a config is chosen by --config {override}" if override in preset_names() else ""
         raise UserError(f"cannot read {override!r} on the command line: it must be key.sub=value{hint}")
     try:
-        return OmegaConf.from_dotlist([override])
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        override.encode()  # bytes of the command line that are no UTF-8 fail here
+        if not _is_text(_kind(key)):
+            return OmegaConf.from_dotlist([override])
+        layer = OmegaConf.create()
+        OmegaConf.update(layer, key, None if text == "null" else text)
+        return layer
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeEncodeError) as error:
         raise UserError(f"cannot read the value of {override!r} on the command line: {_one_line(error)}") from None
 
 
@@ -164,7 +182,10 @@ def _build(file: DictConfig, layers: Sequence[DictConfig]) -> ExperimentConfig:
     values: dict[str, Any] = OmegaConf.to_container(typed)  # type: ignore[assignment]  # a mapping
     per_node = raw.get("resources", {}).get("per_node", {})
     stages = concrete_stages(values["stages"], values["bits"])
-    before = concrete_stages(file.get("stages", []), file.get("bits", []))
+    try:
+        before = concrete_stages(file.get("stages", []), file.get("bits", []))
+    except OmegaConfBaseException:  # an interpolation that only the command line fills
+        before = []
     for section in ("per_stage", "sample.temperature", "sample.top_p"):
         valid = [*stages, *values["stages"]]
         _check_names(section, "stage", raw, given, valid, [*before, *map(stage_kind, before)], shown=stages)
@@ -266,8 +287,16 @@ def _check_keys(given: Any, cls: type, path: str = "") -> None:
         raise _Mistake(f"{path} is a section, not a value; set {path}.KEY, with KEY one of {', '.join(types)}")
     for key, value in given.items():
         where = _join(path, str(key))
+        if key not in types and "." in str(key):
+            nested = str(key).replace(".", ": {") + ": ..." + "}" * str(key).count(".")
+            raise _Mistake(f"unknown key {where}; in a file, sections are nested: {nested}")
         if key not in types:
             raise _Mistake(f"unknown key {where}; {_nearest_key(where, list(types))}")
+        if isinstance(value, str) and value.strip() in (
+            "",
+            "???",
+        ):  # an unset variable of the shell, or OmegaConf's mark
+            raise _Mistake(f"{where} is empty; it needs a value, or null where that is allowed")
         outer, inner = typing.get_origin(types[key]), typing.get_args(types[key])
         if _is_section(types[key]):
             _check_keys(value, types[key], where)
@@ -339,12 +368,25 @@ WANTED = {int: "an integer", float: "a number", bool: "true or false", str: "a t
 
 def _wanted(key: str) -> str:
     """The type of a key in words."""
-    kind: Any = ExperimentConfig
-    for part in key.replace("[", ".").split("."):
-        outer, inner = typing.get_origin(kind), typing.get_args(kind)
-        kind = inner[-1] if outer in (dict, list) else typing.get_type_hints(kind)[part]
+    kind = _kind(key)
     alternatives = [each for each in typing.get_args(kind) if each is not type(None)]
     return WANTED[alternatives[0] if alternatives else kind]
+
+
+@functools.cache
+def _kind(key: str) -> Any:
+    """The type of a key such as data.root or bits[0], None of one that does not exist."""
+    kind: Any = ExperimentConfig
+    for part in re.findall(r"[^.\[\]]+", key):
+        outer, inner = typing.get_origin(kind), typing.get_args(kind)
+        kind = (
+            inner[-1] if outer in (dict, list) else _is_section(kind) and typing.get_type_hints(kind).get(part) or None
+        )
+    return kind
+
+
+def _is_text(kind: Any) -> bool:
+    return kind in (str, str | None)
 
 
 def _is_section(kind: Any) -> bool:
@@ -356,4 +398,7 @@ def _join(path: str, key: str) -> str:
 
 
 def _one_line(error: object) -> str:
-    return " ".join(str(error).split())
+    """Of OmegaConf's messages the key first, and nothing of the types behind it."""
+    text, _, rest = str(error).partition("\n    full_key: ")
+    key = rest.partition("\n")[0]
+    return " ".join([*([f"{key}:"] if key else []), *text.split()])

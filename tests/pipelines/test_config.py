@@ -201,6 +201,34 @@ def test_command_line_overrides_file_overrides_defaults(tmp_path: Path) -> None:
     assert load(file, ["data.root=s3://bucket/a=1,b"]).data.root == "s3://bucket/a=1,b"
 
 
+TEXTS = ["photos #1", "2023_10_05", "1.10", "no", "1e3", "007", "1:30", "*.png", "[a]", "a: b", "~", "- x", "'q'", " x"]
+
+
+def test_text_on_the_command_line_is_taken_as_it_is(tmp_path: Path) -> None:
+    for text in TEXTS:
+        config = load("debug", [f"data.root={text}", f"images={text}", "sample.use=complete"])
+        assert (config.data.root, config.images) == (text, text)
+        (tmp_path / "config.yaml").write_text(to_yaml(config))
+        assert load(str(tmp_path / "config.yaml")) == config
+    assert load("debug", ["data.root=null"]).data.root is None
+
+
+def test_text_in_a_file_is_taken_as_it_is_written(tmp_path: Path) -> None:
+    for text in ("2023_10_05", "1.10", "no", "1e3", "007", "2023-10-05", "1_000"):
+        file = written(tmp_path, ("name: debug", f"name: {text}"), ("data:", f"data:\n  root: {text}"))
+        config = load(file, ["stages=[size_upscale]", "bits=[8]"])
+        assert (config.name, config.data.root) == (text, text)
+        assert yaml.safe_load(to_yaml(config))["name"] == text, "others read the run folder's file too"
+    config = load(written(tmp_path, ("train:", "per_stage: {first_slice: {train: {init_from: 1.10}}}\ntrain:")))
+    assert config.per_stage["first_slice"].train.init_from == "1.10"
+
+
+def test_an_interpolation_may_wait_for_the_command_line(tmp_path: Path) -> None:
+    file = written(tmp_path, ("stages: [first_slice, size_upscale, depth_upscale]", "stages: ${nothing}"))
+    assert "nothing" in error_of(file)
+    assert list(load(file, ["stages=[size_upscale]", "bits=[8]"]).per_stage) == ["size_upscale"]
+
+
 def test_common_settings_then_those_of_a_kind_then_those_of_a_stage() -> None:
     steps = ["train.num_steps=4", "per_stage.depth_upscale.train.num_steps=5"]
     config = load("debug", ["bits=[1,3,8]", "per_stage.depth_upscale_8.train.num_steps=6", *steps])
@@ -513,6 +541,7 @@ MISTAKES = {
         "train.batch_size=8",
         "resources.num_workers=3",
     ): "train.batch_size is 8; resources.num_workers, 3, must divide it",
+    ("data.root=",): "data.root is empty; it needs a value, or null where that is allowed",
     ("train.optimizer=rmsprob",): "train.optimizer is 'rmsprob'; it must be one of rmsprop, adamw, muon",
     (
         "resources.num_workers=2",
@@ -564,6 +593,12 @@ IN_A_FILE = {
     "per_stage.first_slice.model.layers; valid: decoder, embedder",
     ("train:", "per_stage:\n  first_slice:\ntrain:"): "per_stage.first_slice is a section, not a value; set "
     "per_stage.first_slice.KEY, with KEY one of model, train",
+    (
+        "train:",
+        "data.root: /photos\ntrain:",
+    ): "unknown key data.root; in a file, sections are nested: data: {root: ...}",
+    ("name: debug", "name: ${nothing}"): "name: Interpolation key 'nothing' not found",
+    ("train:", "storage: ''\ntrain:"): "storage is empty; it needs a value, or null where that is allowed",
 }
 
 
@@ -626,7 +661,7 @@ def test_storage_inside_a_ray_job_outlives_it(monkeypatch: pytest.MonkeyPatch) -
 def test_a_tag_that_would_run_code_makes_a_config_unreadable(tmp_path: Path) -> None:
     tagged = f"!!python/object/apply:os.mkdir ['{tmp_path}/mark']"
     (tmp_path / "own.yaml").write_text(f"name: {tagged}\n")
-    for file, settings in ((str(tmp_path / "own.yaml"), []), ("debug", [f"name={tagged}"])):
+    for file, settings in ((str(tmp_path / "own.yaml"), []), ("debug", [f"seed={tagged}"])):
         with pytest.raises(UserError, match="cannot read"):
             load(file, settings)
     assert not (tmp_path / "mark").exists()

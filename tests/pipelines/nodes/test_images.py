@@ -117,7 +117,7 @@ def test_files_folders_and_patterns(tmp_path, monkeypatch):
     save(tmp_path / "odd[1].png", photo(16))
 
     def found(where: object) -> tuple[str, ...]:
-        return images.for_scoring(config(f"'{where}'")).keys
+        return images.for_scoring(config(str(where))).keys
 
     assert found(tmp_path) == ("a.png", "b.PNG", "deep/c.png", "deep/d.bmp", "odd[1].png")
     assert found(tmp_path / "a.png") == ("a.png",)
