@@ -13,8 +13,7 @@ import functools
 import io
 import math
 import warnings
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,17 +50,15 @@ IMAGE_SUFFIXES = (
 TINY_SIDE = 8  # pixels; images with a shorter side are used, but counted
 
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")
-_OTHER_FORMATS = {  # first bytes of pictures that are not read
-    **dict.fromkeys((b"II", b"MM\0", b"FUJIFILM"), "TIFF or camera raw"),
-    **dict.fromkeys((b"\0\0\0\x0cJXL", b"\xff\x0a"), "JPEG XL"),
-    b"\0\0\0\x0cjP": "JPEG 2000",
-    b"8BPS": "Photoshop",
-}
+_OTHER_FORMATS = (b"II", b"MM\0", b"FUJIFILM", b"\0\0\0\x0cJXL", b"\xff\x0a", b"\0\0\0\x0cjP")  # and what says ftyp
 _JPEG_MAGIC = b"\xff\xd8"
 _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
-_PNG_CHUNKS = (b"tRNS", b"acTL", b"fcTL", b"fdAT", b"eXIf")  # what matters beside the critical ones
-_PNG_ORIENTATION = (b"XML:com.adobe.xmp\0\0", b"Raw profile type exif\0")  # keys of texts that may hold one
-_MAX_TEXT_BYTES = 1 << 20
+_CONVERT = "convert it to JPEG or PNG, for example by `magick mogrify -format jpg`, and remove it"
+_PNG_CHUNKS = (  # that matter beside the critical ones: transparency, frames, and what may tell an orientation
+    *(b"tRNS", b"acTL", b"fcTL", b"fdAT", b"eXIf"),
+    *(b"iTXtXML:com.adobe.xmp\0\0", b"tEXtRaw profile type exif\0", b"zTXtRaw profile type exif\0"),
+)
+_ORIENTATION_MARKS = (b"Exif\0\0", b"eXIf", b"EXIF", b"tiff:Orientation", b"Raw profile type exif")
 _EXIF_ORIENTATION = 0x0112
 _FORMAT_OF_SUFFIX = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "gif": "GIF", "bmp": "BMP", "webp": "WEBP"}
 # EXIF orientation: what turns the stored pixels upright.
@@ -129,15 +126,13 @@ def decode(
     """
     if data.startswith(_JPEG_MAGIC):
         kind, pixels, conversions = "JPEG", *_decode_jpeg(data, profile=profile, strict=strict_jpeg)
-        orientation = _jpeg_orientation(data)
     else:
-        with _open(data) as image:
-            if (num_frames := getattr(image, "n_frames", 1)) > 1:
-                raise UnusableImage("animated", f"{image.format} with {num_frames} frames")
-            kind = image.format or ""
-            pixels, conversions = _to_rgb(image, sixteen_bit=data.startswith(_PNG_MAGIC) and data[24] == 16)
-            orientation = _orientation(image)
-    if orientation in _UPRIGHT:
+        image = _open(data)
+        if (num_frames := getattr(image, "n_frames", 1)) > 1:
+            raise UnusableImage("animated", f"{image.format} with {num_frames} frames")
+        kind = image.format or ""
+        pixels, conversions = _to_rgb(image, sixteen_bit=data.startswith(_PNG_MAGIC) and data[24] == 16)
+    if (orientation := _orientation(data)) in _UPRIGHT:
         conversions.append(f"exif_orientation_{'applied' if exif == 'apply' else 'ignored'}")
         pixels = _UPRIGHT[orientation](pixels) if exif == "apply" else pixels
     suffix = name.rpartition(".")[2].lower() if name else ""
@@ -162,123 +157,78 @@ def header_size(data: bytes, *, exif: str = "ignore") -> tuple[int, int]:
     """(height, width) in pixels from the header alone. Raises UnusableImage."""
     if data.startswith(_JPEG_MAGIC):
         height, width, _ = _jpeg_header(data)
-        turned = exif == "apply" and _jpeg_orientation(data) >= 5
     else:
-        with _open(data) as image:
-            height, width = image.height, image.width
-            turned = exif == "apply" and _orientation(image) >= 5
-    return (width, height) if turned else (height, width)
+        width, height = _open(data).size
+    return (width, height) if exif == "apply" and _orientation(data) >= 5 else (height, width)
 
 
 def _jpeg_header(data: bytes) -> tuple[int, int, str]:
-    """(height, width, colour space)."""
+    """(height, width, colour space; "" for what libjpeg-turbo's simple interface does not know)."""
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=False)
-    except Exception as error:  # such as sampling factors that it does not know
+    except Exception as error:  # such as odd sampling factors
         try:
-            with _open(data) as image:
-                return image.height, image.width, image.mode
+            image = _open(data)
         except UnusableImage as refusal:
             if refusal.reason != "not_an_image":
                 raise
             raise UnusableImage("truncated", f"JPEG header: {error}") from None
+        return image.height, image.width, ""
     _refuse_bomb(height, width)
     return height, width, colorspace
 
 
 def _decode_jpeg(data: bytes, *, profile: str, strict: bool) -> tuple[np.ndarray, list[str]]:
-    _, _, colorspace = _jpeg_header(data)
-    conversions: list[str] = []
-    if colorspace in ("CMYK", "YCCK"):
-        # libjpeg-turbo does not invert the values that Adobe's writers store inverted; Pillow does.
-        with _open(data) as image:
-            pixels, conversions = _to_rgb(image)
-    else:
-        fast = functools.partial(simplejpeg.decode_jpeg, colorspace="RGB", fastdct=profile == "tf", fastupsample=False)
-        try:
-            pixels = fast(data)
-        except Exception:
-            pixels, conversions = _decode_odd_jpeg(data, fast, strict=strict)
-        if colorspace == "Gray":
-            conversions.append("gray_to_rgb")
-    if not data.endswith(b"\xff\xd9"):
-        conversions.append("trailing_bytes")
-    return pixels, conversions
-
-
-def _decode_odd_jpeg(data: bytes, fast: Callable[..., np.ndarray], *, strict: bool) -> tuple[np.ndarray, list[str]]:
-    """A JPEG that the fast decoder warned of or refused."""
-    data = _jpeg_without_metadata(data)
+    colorspace = _jpeg_header(data)[2]
+    conversions = [] if data.endswith(b"\xff\xd9") else ["trailing_bytes"]
+    if colorspace in ("", "CMYK", "YCCK"):
+        # libjpeg-turbo does not invert the values of CMYK that Adobe's writers store inverted; Pillow does.
+        pixels, more = _to_rgb(_open(data))
+        return pixels, conversions + more
+    conversions += ["gray_to_rgb"] if colorspace == "Gray" else []
+    fast = functools.partial(simplejpeg.decode_jpeg, colorspace="RGB", fastdct=profile == "tf", fastupsample=False)
+    with contextlib.suppress(Exception):
+        return fast(data), conversions
+    data = _bare_jpeg(data, colorspace)
     try:
-        return fast(data), []
+        return fast(data), conversions
     except Exception as error:
-        message = str(error)
-    # A file that ends early lacks pixels. Other recoverable errors are damaged pixels, which TensorFlow and Pillow
-    # accept in silence: accepted here too, so that counts agree, but flagged.
-    if "premature end of jpeg file" in message.lower():
-        raise UnusableImage("truncated", message)
-    try:
-        pixels = fast(data, strict=False)
-    except Exception:  # such as sampling factors that it does not know: Pillow decides, with the accurate DCT
-        with _open(data) as image:
-            return _to_rgb(image)
-    if strict:
-        raise UnusableImage("corrupt_data", message)
-    return pixels, ["jpeg_warning"]
+        # A file that ends early lacks pixels. Other recoverable errors are damaged pixels, which TensorFlow and Pillow
+        # accept in silence: accepted here too, so that counts agree, but flagged.
+        if "premature end of jpeg file" in str(error).lower():
+            raise UnusableImage("truncated", str(error)) from None
+        if strict:
+            raise
+    return fast(data, strict=False), [*conversions, "jpeg_warning"]
 
 
-def _jpeg_without_metadata(data: bytes) -> bytes:
-    """Without what no pixel depends on and decoders may trip over: profiles, comments, bytes between the segments, and
-    odd numbers in the segments of JFIF and Adobe, which say how colours are stored."""
-    parts, at = [_JPEG_MAGIC], 2
-    while (at := data.find(b"\xff", at)) >= 0:
-        marker, end = data[at : at + 2], at + 2 + int.from_bytes(data[at + 2 : at + 4])
-        segment = data[at:end]
-        if marker in (b"\xff\x00", b"\xff\xff"):  # no marker; a marker may have several ff before it
-            at += 1
-            continue
-        if marker == b"\xff\xda":
-            return b"".join([*parts, data[at:]])
-        if segment[4:9] == b"JFIF\0":
-            segment = segment[:9] + b"\1\1" + segment[11:]
-        elif segment[4:9] == b"Adobe":
-            segment = segment[:15] + bytes([min(segment[15], 1)]) + segment[16:]
-        elif marker >= b"\xff\xe0":
-            segment = b""
-        parts.append(segment)
-        at = end
-    return data
+def _bare_jpeg(data: bytes, colorspace: str) -> bytes:
+    """Tables, frame and pixels, without all that libjpeg may warn of in a header: profiles, stray bytes, versions."""
+    parts, at = [b"\xff\xd8\xff\xee\0\x0eAdobe\0d\0\0\0\0" + bytes([colorspace != "RGB"])], 2
+    while (at := data.index(b"\xff", at)) and (marker := data[at + 1]) != 0xDA:  # the first scan
+        end = at + 2 + int.from_bytes(data[at + 2 : at + 4])
+        if 0xC0 <= marker < 0xE0:
+            parts.append(data[at:end])
+        at = at + 1 if marker in (0, 0xFF) else end  # there are bytes between segments
+    return b"".join([*parts, data[at:]])
 
 
-def _png_without_metadata(data: bytes) -> bytes:
-    """The same for PNG: all that is left are chunks that decide the pixels or their orientation."""
-    parts, at = [data[:8]], 8
+def _bare_png(data: bytes) -> bytes:
+    """Only the chunks that decide pixels or orientation: texts and profiles may be damaged or very large."""
+    parts, at = [_PNG_MAGIC], 8
     while at < len(data):
         end = at + 12 + int.from_bytes(data[at : at + 4])
-        name, chunk = data[at + 4 : at + 8], data[at:end]
-        if not name[:1].isupper():
-            intact = zlib.crc32(chunk[4:-4]) == int.from_bytes(chunk[-4:])
-            text = chunk[8:].startswith(_PNG_ORIENTATION) and len(chunk) < _MAX_TEXT_BYTES
-            chunk = chunk if intact and (text or name in _PNG_CHUNKS) else b""
-        parts.append(chunk)
+        if data[at + 4 : at + 5].isupper() or data.startswith(_PNG_CHUNKS, at + 4):
+            parts.append(data[at:end])
         at = end
     return b"".join(parts)
 
 
-def _jpeg_orientation(data: bytes) -> int:
-    if b"Exif\0\0" not in data and b"tiff:Orientation" not in data:
-        return 1
-    try:
-        with _open(data) as image:
-            return _orientation(image)
-    except Exception:  # the pixels are read already
-        return 1
-
-
-def _orientation(image: Image.Image) -> int:
+def _orientation(data: bytes) -> int:
     """By EXIF or XMP; 1 (upright) where the image says nothing, or nothing that can be understood."""
     try:
-        return int(image.getexif().get(_EXIF_ORIENTATION, 1))
+        marked = any(mark in data for mark in _ORIENTATION_MARKS)
+        return int(_open(data).getexif().get(_EXIF_ORIENTATION, 1)) if marked else 1
     except Exception:  # broken metadata harms no pixel
         return 1
 
@@ -286,18 +236,15 @@ def _orientation(image: Image.Image) -> int:
 def _open(data: bytes) -> Image.Image:
     if not data:
         raise UnusableImage("empty", "the file has 0 bytes")
+    content = io.BytesIO(_bare_png(data) if data.startswith(_PNG_MAGIC) else data)
     try:
-        image = Image.open(
-            io.BytesIO(_png_without_metadata(data) if data.startswith(_PNG_MAGIC) else data), formats=_FORMATS
-        )
+        image = Image.open(content, formats=_FORMATS)
     except UnidentifiedImageError:
-        kind = next((kind for magic, kind in _OTHER_FORMATS.items() if data.startswith(magic)), None)
-        if data[4:8] == b"ftyp":  # a container that names its content: heic, avif, crx ...
-            kind = f"HEIC, AVIF or the like ({data[8:12].decode('latin-1')})"
-        if kind is None:
-            raise UnusableImage("not_an_image", f"starts with {data[:16]!r}") from None
-        message = f"{kind}; convert it to JPEG or PNG, for example by `magick mogrify -format jpg`, and remove it"
-        raise UnusableImage("unsupported_format", message) from None
+        message = f"starts with {data[:16]!r}"
+        if data.startswith(_OTHER_FORMATS) or data[4:8] == b"ftyp":
+            message = f"HEIC, AVIF, JPEG XL, TIFF or camera raw ({message}); {_CONVERT}"
+            raise UnusableImage("unsupported_format", message) from None
+        raise UnusableImage("corrupt_data" if data.startswith(_PNG_MAGIC) else "not_an_image", message) from None
     _refuse_bomb(image.height, image.width, limit=MAX_WEBP_PIXELS if image.format == "WEBP" else MAX_PIXELS)
     return image
 

@@ -137,7 +137,7 @@ CHUNKS = {
     "profile": chunk(b"iCCP", b"p\0\0" + TEXT),
     "damaged profile": chunk(b"iCCP", b"p\0\0abc"),
     "short gamma": chunk(b"gAMA", b""),
-    "wrong checksum": chunk(b"eXIf", b"abc", checksum=1),
+    "wrong checksum": chunk(b"tEXt", b"k\0abc", checksum=1),
 }
 
 
