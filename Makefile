@@ -15,6 +15,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 # Tests in as many processes as there are cores, at most four; tests/conftest.py keeps those with Ray in one of them.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4
+JOB := tests/pipelines/test_job_submit.py
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 
 .PHONY: help demo test faults gpu check lint fast job ui clean
@@ -29,16 +30,16 @@ demo: $(INSTALLED) ## the whole pipeline on the built-in photos (ARGS="--dry-run
 	$(BIN)/python pipelines/full_multidim.py --config demo $(ARGS)
 
 test: $(INSTALLED) ## every test that needs no GPU (a submitted Ray job: `make check`; killed processes: `make faults`)
-	$(PYTEST) -m "not gpu and not faults" --ignore tests/pipelines/test_job_submit.py $(ARGS)
+	$(PYTEST) -m "not gpu and not faults" $(if $(filter check,$(MAKECMDGOALS)),,--ignore $(JOB)) $(ARGS)
 
 faults: $(INSTALLED) ## killed workers, machines, drivers and servers; several Ray nodes on this machine (minutes)
-	$(BIN)/python -m pytest -m "faults and not gpu" --ignore tests/pipelines/test_job_submit.py $(ARGS)
+	$(BIN)/python -m pytest -m "faults and not gpu" $(ARGS)
 
 gpu: $(INSTALLED) ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-# In `make check test` the tests run once: the fast ones as part of `test`.
-check: lint $(if $(filter test,$(MAKECMDGOALS)),,fast) job ## style, types, import rules, fast tests, one submitted Ray job
+# In `make check test` the tests run once: the fast ones and the job as part of `test`.
+check: lint $(if $(filter test,$(MAKECMDGOALS)),,fast job) ## style, types, import rules, fast tests, one submitted Ray job
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -50,7 +51,7 @@ fast: $(INSTALLED)
 	$(PYTEST) -q -m "not slow and not gpu and not faults"
 
 job: $(INSTALLED)
-	$(BIN)/python -m pytest -q tests/pipelines/test_job_submit.py
+	$(BIN)/python -m pytest -q $(JOB)
 
 ui: $(INSTALLED) ## MLflow on this machine's own port 5000 (RUN=runs/demo PORT=5000)
 	@test -f $(RUN)/mlflow.db || { echo "No $(RUN)/mlflow.db: run \`make demo\` first, or name a run folder: RUN=..."; \

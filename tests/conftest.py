@@ -37,23 +37,13 @@ os.environ.pop("RAY_ADDRESS", None)
 
 # Files whose tests use Ray. Under pytest-xdist they run in one process: two sessions at once would have too few cores.
 WITH_RAY = {"test_build", "test_cluster", "test_damage", "test_ingest"}
-WITH_RAY |= {
-    "test_job_submit",
-    "test_kill",
-    "test_ray_compat",
-    "test_sample",
-    "test_run",
-    "test_start",
-    "test_verify",
-}
-
-
-# Starts sessions of its own, in other processes: it may run beside them, and takes longest, so it begins first.
-ALONE = "test_end_to_end"
+WITH_RAY |= {"test_kill", "test_ray_compat", "test_sample", "test_run", "test_start", "test_verify"}
+# Their sessions are in other processes: they may run beside those above, and take longest, so they begin first.
+ALONE = {"test_end_to_end", "test_job_submit"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: 0 if item.path.stem == ALONE else 1 if item.path.stem in WITH_RAY else 2)
+    items.sort(key=lambda item: 0 if item.path.stem in ALONE else 1 if item.path.stem in WITH_RAY else 2)
     for item in items:
         if "ray_session" in getattr(item, "fixturenames", ()) and item.path.stem not in WITH_RAY:
             raise pytest.UsageError(f"{item.path} uses Ray; name it in WITH_RAY of tests/conftest.py")

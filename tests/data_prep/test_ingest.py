@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -38,25 +39,30 @@ def uri(tmp_path_factory: pytest.TempPathFactory, make_photos, ray_session) -> s
     return str(folder / "set")
 
 
-@pytest.fixture(autouse=True)
-def every_row_group_is_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def every_row_group_is_a_task() -> Iterator[None]:
     """Otherwise one task would return all of these few rows, and nothing could come out of order."""
-    monkeypatch.setattr(ingest, "_TASK_BYTES", 1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ingest, "_TASK_BYTES", 1)
+        yield
 
 
-def stream(uri: str, start_row: int, num_rows: int, *, seed: int = 3, batch: int = 16, **options) -> dict:
-    dataset = ingest.train_stream(
-        uri, resolution=8, bits=8, seed=seed, start_row=start_row, num_rows=num_rows, **options
-    )
+@pytest.fixture(scope="module")
+def whole(uri: str, every_row_group_is_a_task: None) -> dict:
+    """Three epochs without a break, of seed 3."""
+    return stream(uri, 0, 3 * open_dataset(uri).num_images("train"))
+
+
+def stream(uri: str, start_row: int, num_rows: int, *, seed: int = 3, bits: int = 8, batch: int = 16) -> dict:
+    dataset = ingest.train_stream(uri, resolution=8, bits=bits, seed=seed, start_row=start_row, num_rows=num_rows)
     batches = [ingest.collate(b) for b in dataset.iter_batches(batch_size=batch, batch_format="pyarrow")]
     return {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
 
 
-def test_every_image_once_an_epoch_with_its_own_pixels(uri: str):
+def test_every_image_once_an_epoch_with_its_own_pixels(uri: str, whole: dict):
     table = open_dataset(uri).read(resolution=8, bits=8, split="train")
-    n = table.num_rows
+    n, rows = table.num_rows, whole
     expected = dict(zip(table.column("key").to_pylist(), pixels(table), strict=True))
-    rows = stream(uri, 0, 3 * n)
     assert rows["px"].dtype == np.uint8 and rows["epoch"].dtype == np.int32 and rows["position"].dtype == np.int64
     assert np.array_equal(rows["position"], np.arange(3 * n)) and np.array_equal(rows["epoch"], np.arange(3 * n) // n)
     orders = [tuple(rows["key"][epoch * n : (epoch + 1) * n]) for epoch in range(3)]
@@ -64,20 +70,17 @@ def test_every_image_once_an_epoch_with_its_own_pixels(uri: str):
     assert all(np.array_equal(px, expected[key]) for key, px in zip(rows["key"], rows["px"], strict=True))
 
 
-def test_order_is_decided_by_the_seed_and_not_by_depth(uri: str):
-    keys = stream(uri, 0, 60)["key"].tolist()
+def test_order_is_decided_by_the_seed_and_not_by_depth(uri: str, whole: dict):
+    keys = whole["key"][:60].tolist()
     assert stream(uri, 0, 60)["key"].tolist() == keys != stream(uri, 0, 60, seed=4)["key"].tolist()
-    low = ingest.train_stream(uri, resolution=8, bits=3, seed=3, start_row=0, num_rows=60)
-    rows = ingest.collate(next(iter(low.iter_batches(batch_size=60, batch_format="pyarrow"))))
-    assert rows["key"].tolist() == keys
-    assert np.array_equal(rows["px"], stream(uri, 0, 60)["px"] >> 5)
+    low = stream(uri, 0, 60, bits=3)
+    assert low["key"].tolist() == keys and np.array_equal(low["px"], whole["px"][:60] >> 5)
 
 
-def test_started_anywhere_it_is_the_tail_of_the_unbroken_stream(uri: str):
-    num_rows = open_dataset(uri).num_images("train")
-    whole = stream(uri, 0, 3 * num_rows)
-    for start in (37, num_rows, 2 * num_rows + 5):
-        tail = stream(uri, start, 3 * num_rows - start, batch=7)
+def test_started_anywhere_it_is_the_tail_of_the_unbroken_stream(uri: str, whole: dict):
+    num_rows = len(whole["position"])
+    for start in (37, num_rows // 3, 2 * num_rows // 3 + 5):
+        tail = stream(uri, start, num_rows - start, batch=7)
         assert all(np.array_equal(tail[name], whole[name][start:]) for name in whole), start
 
 

@@ -1,4 +1,6 @@
-"""The whole pipeline as a user starts it: config `debug` on the built-in photos, then started again in several ways.
+"""The pipeline as a user starts it: config `debug` with two of its stages, then started again in several ways.
+
+What is the first slice's alone is in test_train.py, test_evaluate.py and test_sample.py.
 
 python -m pytest tests/pipelines/nodes/test_end_to_end.py
 """
@@ -21,26 +23,20 @@ from PIL import Image
 
 from data_prep import ray_compat
 from data_prep.files import open_store
-from pipelines import prepare_data
+from pipelines import full_multidim, prepare_data
 
 ROOT = Path(__file__).parents[3]
-NODES = [
-    "prepare_data",
-    "train_first_slice",
-    "train_size_upscale",
-    "train_depth_upscale",
-    "evaluate",
-    "sample",
-    "report",
-]
+TRAINS = ["train_size_upscale", "train_depth_upscale"]
+NODES = ["prepare_data", *TRAINS, "evaluate", "sample", "report"]
+CONFIG = ["--config", "debug", "stages=[size_upscale,depth_upscale]"]
 pytestmark = pytest.mark.slow
 
 
-def start(storage: Path, *arguments: str, script: str = "full_multidim.py") -> subprocess.CompletedProcess[str]:
-    """One start of an entry point with config debug, from a folder that is not the project's."""
+def start(storage: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """One start with config debug, from a folder that is not the project's."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "MLFLOW_", "SPN_"))}
     environment["MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL"] = "1"  # a training takes less than the default, 10 s
-    command = [sys.executable, str(ROOT / "pipelines" / script), "--config", "debug", f"storage={storage}", *arguments]
+    command = [sys.executable, str(ROOT / "pipelines/full_multidim.py"), *CONFIG, f"storage={storage}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=storage, env=environment, timeout=600)
 
 
@@ -78,14 +74,15 @@ def test_first_start_runs_every_node(first: subprocess.CompletedProcess[str], st
     assert attempts(storage) == dict.fromkeys(NODES, 1)
     for node in NODES:
         assert f"[{node}]" in first.stdout, "every node shows its progress"
+    assert re.search(r"^\[train_size_upscale\] \d+/96 slices", first.stdout, flags=re.MULTILINE), first.stdout
     records = (storage / "debug/nodes").glob("train_*/*/*/micro_batch.json")
-    assert [json.loads(record.read_text()) for record in records] == [{"micro_batch_size": 8, "device": "cpu"}] * 3
+    assert [json.loads(record.read_text()) for record in records] == [{"micro_batch_size": 8, "device": "cpu"}] * 2
 
 
 def test_the_last_committed_checkpoint_is_found(first: subprocess.CompletedProcess[str], storage: Path) -> None:
     """In Ray Train's own record, by which a training that starts again knows where to go on."""
     folders = list((storage / "debug/nodes").glob("train_*/*/*"))
-    assert len(folders) == 3
+    assert len(folders) == 2
     for folder in folders:
         (run,) = (path.parent for path in folder.glob("*/checkpoint_manager_snapshot.json"))
         assert ray_compat.committed_checkpoint(open_store(folder), run.name) == "step-00000012"
@@ -114,7 +111,7 @@ def test_parts_add_up(first: subprocess.CompletedProcess[str], storage: Path) ->
     stages = results["stages"]
     for column in ("bits_per_dim", "histogram", "uniform"):
         assert sum(part[column] for part in stages.values()) == pytest.approx(results["total"][column], abs=1e-9)
-    assert [part["uniform"] for part in stages.values()] == [3 / 4, 9 / 4, 5]
+    assert [part["uniform"] for part in stages.values()] == [3, 5]
     table = pq.read_table(folder / "per_image.parquet").to_pydict()
     assert len(table["key"]) == results["num_images"] == len(set(table["key"]))
     mean = sum(table["total"]) / len(table["total"])
@@ -125,22 +122,18 @@ def test_samples_are_whole_images(first: subprocess.CompletedProcess[str], stora
     images = sorted((storage / "debug/samples/images").glob("*.png"))
     assert len(images) == 4
     assert {Image.open(path).size for path in images} == {(16, 16)}
-    assert {path.name for path in (storage / "debug/samples").glob("*.png")} == {
-        "chain.png",
-        "first_slice.png",
-        "size_upscale.png",
-        "depth_upscale.png",
-    }
+    grids = {path.name for path in (storage / "debug/samples").glob("*.png")}
+    assert grids == {"chain.png", "size_upscale.png", "depth_upscale.png"}
 
 
 def test_report_is_one_file(first: subprocess.CompletedProcess[str], storage: Path) -> None:
     page = (storage / "debug/report.html").read_text()
-    assert page.count(' src="data:image/png;base64,') == 5
+    assert page.count(' src="data:image/png;base64,') == 4
     assert page.count(' src="data:image/webp;base64,') == 1
-    assert page.count("src=") == 6
+    assert page.count("src=") == 5
     assert "<link" not in page and "url(" not in page, "everything is inside the file"
     links = re.findall(r'href="([^"]*)"', page)
-    assert len(links) == 7 and all(link.startswith("http://127.0.0.1:5000/#/") for link in links), "MLflow alone"
+    assert len(links) == 6 and all(link.startswith("http://127.0.0.1:5000/#/") for link in links), "MLflow alone"
     for needed in ("Bits/dim", "Samples", "Learning curves", "--rerun train_depth_upscale", "scaling_factor: 2"):
         assert needed in page
 
@@ -156,7 +149,7 @@ def test_mlflow_has_comparable_stages(first: subprocess.CompletedProcess[str], s
         run = runs[node]
         assert run.info.status == "FINISHED"
         assert {"node", "fingerprint", "code_hash", "git_commit"} <= set(run.data.tags)
-    for node in NODES[1:4]:
+    for node in TRAINS:
         metrics = runs[node].data.metrics
         wanted = {"train/bits_per_dim", "valid/bits_per_dim", "test/bits_per_dim", "train/lr", "train/grad_norm"}
         assert wanted | {"train/slices_per_sec", "images_seen"} <= set(metrics), node
@@ -166,7 +159,7 @@ def test_mlflow_has_comparable_stages(first: subprocess.CompletedProcess[str], s
         assert any(path.startswith("images/training_samples+step+12+") for path in grids), grids
         curve = client.get_metric_history(runs[node].info.run_id, "valid/bits_per_dim")
         assert {point.step for point in curve} == {6, 12}
-    for node in NODES[1:4]:
+    for node in TRAINS:
         read = {data.tags[0].value: data.dataset for data in runs[node].inputs.dataset_inputs}
         assert set(read) == {"training", "validation"} and read["training"].digest != read["validation"].digest
         assert runs[node].data.metrics["system/system_memory_usage_megabytes"] > 0
@@ -180,35 +173,33 @@ def test_mlflow_has_comparable_stages(first: subprocess.CompletedProcess[str], s
     (test,) = runs["evaluate"].inputs.dataset_inputs
     assert version.tags["test_set"] == test.dataset.digest
     total = runs["evaluate"].data.metrics["test/bits_per_dim/total"]
-    parts = [runs["evaluate"].data.metrics[f"test/bits_per_dim/{n.removeprefix('train_')}"] for n in NODES[1:4]]
+    parts = [runs["evaluate"].data.metrics[f"test/bits_per_dim/{n.removeprefix('train_')}"] for n in TRAINS]
     assert sum(parts) == pytest.approx(total)
 
 
-def test_second_start_skips_everything_and_says_why(first: subprocess.CompletedProcess[str], storage: Path) -> None:
-    again = start(storage)
-    assert again.returncode == 0, again.stderr[-2000:]
-    assert planned(again.stdout) == dict.fromkeys(NODES, "skip")
-    assert again.stdout.count("up to date: attempt") >= len(NODES)
-    assert attempts(storage) == dict.fromkeys(NODES, 1)
-    assert "total" in again.stdout
-
-
 def test_equal_shards_from_a_forced_rerun_leave_the_trainings_standing(
-    first: subprocess.CompletedProcess[str], storage: Path
+    first: subprocess.CompletedProcess[str], storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And everything else. The dry run prints the plan that the next start carries out."""
-    plan = start(storage, "--rerun", "prepare_data", "--dry-run")
-    assert planned(plan.stdout) == {"prepare_data": "run"} | dict.fromkeys(NODES[1:], "wait")
+    """And everything else. The dry run prints the plan that the next start carries out; the one after has nothing to do
+    and says why."""
+    rerun = ["--rerun", "prepare_data"]
+    assert full_multidim.main([*CONFIG, f"storage={storage}", *rerun, "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert planned(plan) == {"prepare_data": "run"} | dict.fromkeys(NODES[1:], "wait")
     before = attempts(storage)
-    again = start(storage, "--rerun", "prepare_data")
+    again = start(storage, *rerun)
     assert again.returncode == 0, again.stderr[-2000:]
-    assert plan_of(again.stdout) == plan_of(plan.stdout)
+    assert plan_of(again.stdout) == plan_of(plan)
     assert attempts(storage) - before == {"prepare_data": 1}
     for node in NODES[1:]:
         assert f"\n[{node}] skipped: up to date: attempt " in again.stdout
     assert again.stdout.count(" of prepare_data made equal files") == len(NODES) - 2, "sample does not read the shards"
-    plan = start(storage, "--dry-run")
-    assert planned(plan.stdout) == dict.fromkeys(NODES, "skip")
+    before = attempts(storage)
+    idle = start(storage)
+    assert idle.returncode == 0, idle.stderr[-2000:]
+    assert planned(idle.stdout) == dict.fromkeys(NODES, "skip")
+    assert idle.stdout.count("up to date: attempt") >= len(NODES)
+    assert attempts(storage) == before and "total" in idle.stdout
 
 
 # ---- the dataset that it made ---------------------------------------------------------------------------------------
@@ -234,7 +225,7 @@ def test_verify(
     shutil.copytree(storage / attempt, tmp_path / attempt)  # a run folder with this node alone, to be damaged
 
     def verify(*arguments: str) -> tuple[int, str, str]:
-        code = prepare_data.main(["--config", "debug", "--verify", *arguments, f"storage={tmp_path}"])
+        code = prepare_data.main([*CONFIG, "--verify", *arguments, f"storage={tmp_path}"])
         return code, *capsys.readouterr()
 
     code, out, err = verify()
