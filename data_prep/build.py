@@ -206,6 +206,7 @@ def _manifest(
             listing_hash=plan.source.listing_hash,
             num_photos=len(plan.source.items),
             skipped=plan.source.skipped,
+            splits=plan.splits,
             duplicate_content=num_duplicates([plan.contents, *(sidecar["contents"] for sidecar in sidecars)]),
         ),
         num_images=num_images,

@@ -35,6 +35,7 @@ class DataConfig:
     root: str | None = _not_semantic(None)  # path or URI of the raw images; None: the photos of this package
     split: str = "auto"  # auto: the source's own test split, else by photo; see data_prep/plan.py
     split_file: str | None = None  # of split file: lines "key split"; a path below root, else any path or URI
+    image_field: str | None = None  # of several images in a sample: a column, or what follows its name, such as seg.png
     crop: str = "center"  # center: the central square; squash: all of it; random: a seeded square; tiles: many squares
     tile_size: int | None = None  # side of a tile in source pixels; None unless crop is tiles
     tile_stride: int | None = None  # step between train tiles; None: tile_size. Valid and test never overlap

@@ -3,13 +3,13 @@
 Every rule is a pure function of the keys, the seed and the source's files. `split` chooses which items are train, valid
 and test:
 
-    auto              the source's own split if it has one (ImageNet: its validation images are `test`), else by_photo
-    by_photo          num_valid_photos and num_test_photos are drawn by the seed
+    auto              the source's own splits where it has any (ImageNet: its validation images are `test`)
+    by_photo          drawn from all images, whatever the source says
     glow              CelebA-HQ as in Glow: the first 3,000 images, by number, are `test`
     celeba_partition  CelebA-HQ by CelebA's own partition: needs list_eval_partition.txt and the mapping to CelebA
     file              lines "key split" in split_file, one for each image
 
-Where test images are given and validation images are not, num_valid_photos of train are drawn by the seed.
+num_valid_photos and num_test_photos are drawn from train by the seed where a rule gives no valid or test images.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class Plan:
     contents: str  # of the rejected, as in a sidecar
     hash: str
     versions: dict[str, str]
+    splits: str  # where they come from, for people
 
 
 def with_exif(config: DataConfig, source: str) -> DataConfig:
@@ -121,6 +122,7 @@ def make_plan(config: DataConfig, source: Source) -> Plan:
         contents="".join(content for _, content in rejected),
         hash=plan_hash,
         versions=versions,
+        splits=describe_splits(config, source),
     )
 
 
@@ -212,63 +214,58 @@ def num_duplicates(contents: Iterable[str]) -> int:
 
 def split_items(config: DataConfig, root: str, items: list[Item]) -> dict[str, list[Item]]:
     """Split -> items in the order given, disjoint. Raises Unplannable, UnusableSource."""
-    rule = config.split
-    if rule == "auto":
-        named = sum(item.split is not None for item in items)
-        if 0 < named < len(items):
-            raise UnusableSource("no_split", f"only {named} of {len(items)} images are in a split; use split=file")
-        rule = "own" if named else "by_photo"
-    if rule == "by_photo":
-        keys = split_photos(config, [item.key for item in items])
-        split_of = {key: split for split, found in keys.items() for key in found}
-    elif rule == "own":
-        split_of = {item.key: item.split for item in items if item.split is not None}
-    elif rule == "glow":
+    if config.split == "auto" and any(item.split for item in items):
+        split_of = {item.key: item.split or "train" for item in items}
+    elif config.split in ("auto", "by_photo"):
+        split_of = dict.fromkeys((item.key for item in items), "train")
+    elif config.split == "glow":
         split_of = _glow(items)
-    elif rule == "celeba_partition":
+    elif config.split == "celeba_partition":
         split_of = _celeba_partition(config, root, items)
     else:
         split_of = _from_file(config, root, items)
-    if rule != "by_photo":
-        split_of = _draw_valid(config, items, split_of)
+    split_of = _draw_held_out(config, split_of)
     return {split: [item for item in items if split_of[item.key] == split] for split in SPLITS}
 
 
-def split_photos(config: DataConfig, keys: list[str]) -> dict[str, list[str]]:
-    """Split -> photo keys, disjoint. When photos come or go, only photos at the edges of the ranking change splits."""
-    held_out = config.num_valid_photos + config.num_test_photos
-    if held_out >= len(keys):
+def _draw_held_out(config: DataConfig, split_of: dict[str, str]) -> dict[str, str]:
+    """Draws valid and test photos from train where there are none. When photos come or go, only those at the edges of
+    the ranking change splits."""
+    given = set(split_of.values()) - {"train"}
+    train = [key for key, split in split_of.items() if split == "train"]
+    num_valid = 0 if "valid" in given else config.num_valid_photos
+    num_test = 0 if "test" in given else config.num_test_photos
+    if num_valid + num_test >= (len(train) or len(given)):
         raise Unplannable(
-            f"num_valid_photos + num_test_photos is {held_out}; the source has {len(keys)} photos "
-            "and at least one must be left for training"
+            f"num_valid_photos + num_test_photos is {num_valid + num_test}; the source has {len(train)} photos "
+            "to draw from and at least one must be left for training"
         )
-    ranked = rank_by_hash(keys, config.seed, "split")
-    valid, rest = ranked[: config.num_valid_photos], ranked[config.num_valid_photos :]
-    return {"train": rest[config.num_test_photos :], "valid": valid, "test": rest[: config.num_test_photos]}
+    ranked = rank_by_hash(train, config.seed, "split")[: num_valid + num_test]
+    return split_of | dict.fromkeys(ranked[:num_valid], "valid") | dict.fromkeys(ranked[num_valid:], "test")
+
+
+def describe_splits(config: DataConfig, source: Source) -> str:
+    """Where the splits come from, for people."""
+    given = {item.split for item in source.items} & {"valid", "test"}
+    if config.split != "auto":
+        return f"by split={config.split}, not the source's own" if given else f"by split={config.split}"
+    if not given:
+        hint = f"; {source.split_like} names none (split=file would set them)" if source.split_like else ""
+        return f"drawn by the seed{hint}"
+    wanted = {"valid": config.num_valid_photos, "test": config.num_test_photos}
+    parts = ["the source's own train"]
+    for split, number in wanted.items():
+        if split in given:
+            parts.append(f"its {split}" + (f" (num_{split}_photos={number} does not count)" if number else ""))
+        elif number:
+            parts.append(f"{split} drawn from train by the seed")
+    return ", ".join(parts) + "; split=by_photo draws all"
 
 
 def rank_by_hash(names: Sequence[str], *entropy: object) -> list[str]:
     """The names in an order that adding or removing one leaves unchanged for the others."""
     start = "\0".join(map(str, entropy)) + "\0"
     return sorted(names, key=lambda name: hashlib.blake2b((start + name).encode(), digest_size=16).digest())
-
-
-def _draw_valid(config: DataConfig, items: list[Item], split_of: dict[str, str]) -> dict[str, str]:
-    given = set(split_of.values())
-    if config.num_test_photos:
-        raise Unplannable(
-            f"num_test_photos is {config.num_test_photos}; the source is split already: leave it out, or split=by_photo"
-        )
-    train = [item.key for item in items if split_of[item.key] == "train"]
-    if "valid" in given and config.num_valid_photos:
-        raise Unplannable(f"num_valid_photos is {config.num_valid_photos}; the source has its own, leave it out")
-    if config.num_valid_photos >= max(1, len(train)):
-        raise Unplannable(
-            f"num_valid_photos is {config.num_valid_photos}; the source has {len(train)} train images "
-            "and at least one must be left for training"
-        )
-    valid = rank_by_hash(train, config.seed, "split")[: config.num_valid_photos]
-    return split_of | dict.fromkeys(valid, "valid")
 
 
 def _number(item: Item) -> int:
@@ -346,7 +343,15 @@ COUNTS = {
     "cifar10": (50_000, 10_000),
 }
 
-_OWN_ID = ("imagenet_oord", "imagenet_box")  # these sources make one data set, and nothing else makes it
+# What can hold these sets. The first two sources make their own one and nothing else.
+_SOURCES = {
+    "imagenet_oord": ("imagenet_oord",),
+    "imagenet_box": ("imagenet_box",),
+    "imagenet_area": ("ilsvrc_folder", "ilsvrc_tar", "hf_parquet", "webdataset"),
+    "celebahq": ("celebahq", "hf_parquet", "webdataset"),
+    "cifar10": ("cifar10", "hf_parquet", "webdataset"),
+}
+_OWN_ID = ("imagenet_oord", "imagenet_box")
 
 
 def max_quarantine_fraction(config: DataConfig) -> float:
@@ -362,11 +367,10 @@ def _family(config: DataConfig) -> str:
 def check_id(config: DataConfig, source: str) -> None:
     """Raises Unplannable when the data set's id belongs to other pixels than the source has."""
     family = _family(config)
-    wrong = family in _OWN_ID and source != family
     if source in _OWN_ID and family != source:
-        what = f"source {source} makes {source} (a part of it: {source}-part)"
+        what = f"source {source} makes {source} (a part of it: {source}-part); images of your own: source=folder"
         raise Unplannable(f"dataset is {config.dataset!r}; {what}")
-    if wrong or (family == "imagenet_area" and source in _OWN_ID):
+    if (family in _OWN_ID or config.dataset in _SOURCES) and source not in _SOURCES[family]:
         raise Unplannable(f"dataset is {config.dataset!r}; source {source} holds other pixels, give it another name")
 
 

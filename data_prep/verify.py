@@ -221,11 +221,12 @@ RGB images as Parquet, one folder for each resolution ({_numbers(config["resolut
 | --- | --- | --- | --- |
 {rows}
 
-- Source: `{manifest.source["name"]}`. Crop: {crop}. Splits ({config["split"]}) are by photo: none is in two of them.
+- Source: `{manifest.source["name"]}`. Crop: {crop}. Splits: {manifest.source.get("splits", config["split"])}; no photo
+  is in two of them.
 - Pixels: {_PROFILES[config["profile"]]}{_deviations(config)}.
 - Conversions, in images: {_counts(manifest.conversions)}.
 - Photos that could not be used (`quarantine.parquet`): {_counts(manifest.quarantine)}.
-- Files of the source that are not images: {_counts(manifest.source["skipped"])}.
+- Left out of the source: {_counts(manifest.source["skipped"])}.
 - Columns: `key` (path in the source), `label` (null where unknown), `orig_h`, `orig_w` (of the whole photo), `flags`
   (one bit for each conversion), `px` (height x width x 3 bytes, row by row). Rows are in the same order everywhere.
 - `manifest.json` lists every file with its checksum; files that it does not list do not belong to the dataset.
@@ -247,6 +248,7 @@ def counts(manifest: Manifest) -> list[str]:
     found = manifest.num_images
     images = ", ".join(f"{found[split]} {split}" for split in SPLITS if split in found)
     lines = [f"source: {manifest.source['name']} ({manifest.source['recognised_by']})"]
+    lines += [f"splits: {manifest.source['splits']}"] if "splits" in manifest.source else []
     lines += [f"dataset {manifest.dataset}: {sum(manifest.num_images.values())} images ({images})"]
     kinds = {"converted": manifest.conversions, "quarantined": manifest.quarantine}
     kinds["skipped"] = manifest.source["skipped"]

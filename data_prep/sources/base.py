@@ -12,22 +12,21 @@ import importlib
 import json
 import os
 import re
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import pyarrow as pa
 
 from data_prep.config import DataConfig
-from data_prep.files import Store, UserError, is_transient, open_store, parent, printable
+from data_prep.files import UserError, is_transient, open_store, parent, printable
 from data_prep.images import IMAGE_SUFFIXES as IMAGE_SUFFIXES
 from data_prep.images import Unusable, UnusableImage, damage_named
 from data_prep.images import is_hidden as is_hidden
 from data_prep.images import is_image_name as is_image_name
 
 ENCODED, HWC, CHW = "encoded", "hwc", "chw"  # an image file; raw uint8 of a square, interleaved or in planes
-UNUSED = "unused"  # a split that the data set does not have
 
 PARTITION = "list_eval_partition.txt"  # of CelebA
 MAPPINGS = ("CelebA-HQ-to-CelebA-mapping.txt", "image_list.txt")  # the first that exists counts
@@ -36,9 +35,11 @@ _MAX_OPEN = 16  # files that stay open for further items
 MAX_FILE_BYTES = 320 << 20  # of one image: a BMP of images.MAX_PIXELS is smaller
 MAX_UNFOLDED_BYTES = 320 << 20  # of what is read at once, unless it is also large as it is stored
 _MAX_UNFOLDING = 8  # images and pixels of images hardly shrink when they are compressed
-_WORDS = {"train": "train", "training": "train", "val": "valid", "valid": "valid", "validation": "valid"}
-_WORDS |= {"test": "test", "testing": "test"}
-_SERIES = re.compile(r"^(?P<series>.*)-(?P<index>\d+)-of-(?P<count>\d+)(?P<rest>[^/]*)$")
+_WORDS = dict(train="train", training="train", val="valid", valid="valid", validation="valid", dev="valid")
+_WORDS |= dict(test="test", testing="test", eval="test", evaluation="test")
+# Hugging Face adds a hash for each file: train-00000-of-00002-2f8f6bfa852eac4b.parquet.
+_SERIES = re.compile(r"^(?P<series>.*)-(?P<index>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]{8,})?(?P<rest>[^/]*)$")
+_MAX_LOSS = 0.01  # of the images, that a reader which was not asked for may leave out
 
 
 class UnusableSource(Unusable, ValueError):
@@ -72,9 +73,10 @@ class Item:
     offset: int | None = None  # first byte in the file; None: the whole file, or a row of a block
     block: int | None = None  # of files that are read in blocks: row group of a Parquet file, member of an archive
     row: int | None = None  # within the block
-    label: int | None = None
+    label: Any = None  # whatever the source has; `find` keeps whole numbers of 32 bits
     split: str | None = None  # train, valid or test where the source itself says so
     layout: str = ENCODED
+    column: str | None = None  # of a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,8 @@ class Index:
     items: list[Item] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     side: int | None = None  # pixels, where the images are finished ones that must not be resized
-    num_skipped: int = 0  # of the layout's files and their members those that are no data of its own
+    skipped: Counter[str] = field(default_factory=Counter)  # what is left out of the layout's files, by reason
+    note: str = ""  # for people: what was chosen among several images of a sample
     seen: set[str] = field(default_factory=set)  # keys so far, where members of archives may repeat them
 
     def reject(self, item: Item, reason: str, message: str) -> None:
@@ -128,9 +131,10 @@ class Source:
     root: str  # path or URI, as in the config
     items: list[Item]  # sorted by key
     rejected: list[Rejected]
-    skipped: dict[str, int]  # files that are not data, counted by reason
+    skipped: dict[str, int]  # what is left out, counted by reason
     listing_hash: str  # hex; changes when a file appears, disappears or changes
     side: int | None = None  # pixels, where the images are finished ones that must not be resized
+    split_like: str | None = None  # a name that may mean a split and was not taken for one
 
 
 class Layout(Protocol):
@@ -143,7 +147,7 @@ class Layout(Protocol):
         """Why the folder is taken for this layout, or None."""
 
     def used(self, listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
-        """The files that the layout reads."""
+        """The files that the layout explains: those that it reads, and those that it leaves out for a known reason."""
 
     def index(self, listing: Listing, config: DataConfig) -> Index:
         """The items in a listing of these files alone; there is at least one."""
@@ -164,30 +168,69 @@ def is_unsafe(name: str) -> bool:
     return name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/")
 
 
-def split_of(path: str, config: DataConfig) -> str | None:
-    """The split that a shard's path names, the last such word counting; None when it names none.
+def splits_of(paths: Collection[str], config: DataConfig, found: Index) -> dict[str, str | None]:
+    """{path: its split, None where it has none} of what is read; the rest is counted in `found.skipped`.
 
-    ImageNet is scored on its validation images; its test images have no labels and are in no result: UNUSED.
+    The folders, or the files, of one level name the splits: train with another one, or all of them alike. Images whose
+    own names do so count only when every one of them does. ImageNet is scored on its validation images; its test
+    images have no labels and are in no result. Raises Unplannable when too many are in none of the splits.
     """
-    words = [_WORDS[word] for word in re.split(r"[^a-z]+", path.lower()) if word in _WORDS]
-    if not words:
-        return None
-    if config.dataset.startswith("imagenet"):
-        return {"train": "train", "valid": "test", "test": UNUSED}[words[-1]]
-    return words[-1]
+    named = _named_splits(paths)
+    if re.match("imagenet(?![a-z])", config.dataset):
+        named = {path: {"train": "train", "valid": "test"}.get(split, "") for path, split in named.items()}
+    outside = [path for path in paths if path not in named] if named and config.split == "auto" else []
+    refuse_loss(outside, len(paths), what="files are in no split of the source", choice="split=by_photo or split=file")
+    unlabelled = [path for path, split in named.items() if not split]
+    found.skipped += Counter(in_no_split=len(outside), unlabelled_test=len(unlabelled))
+    left_out = {*outside, *unlabelled}
+    return {path: named.get(path) for path in paths if path not in left_out}
+
+
+def _named_splits(paths: Collection[str]) -> dict[str, str]:
+    parts = {path: path.split("/") for path in paths}
+    for depth in range(max(map(len, parts.values()), default=0)):
+        names = {path: pieces[depth] for path, pieces in parts.items() if depth < len(pieces)}
+        word_of = {name: split_word(name) for name in set(names.values())}
+        named = {path: word for path, name in names.items() if (word := word_of[name])}
+        is_whole = len(named) == len(parts)
+        if not is_whole:
+            named = {
+                path: word for path, word in named.items() if depth + 1 < len(parts[path]) or not is_image_name(path)
+            }
+        splits = set(named.values())
+        if "train" in splits and (is_whole or len(splits) > 1):
+            return named
+        if is_whole and not any(map(is_image_name, named)):
+            return named  # shards of one split
+    return {}
+
+
+def split_word(name: str) -> str | None:
+    """The split that a name means: train.X1, trainA, val2017, DIV2K_valid_HR, test-00000-of-00001.parquet."""
+    words = {_WORDS[word.lower()] for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", name) if word.lower() in _WORDS}
+    return words.pop() if len(words) == 1 else None
+
+
+def refuse_loss(left_out: Sequence[str], num_images: int, *, what: str, choice: str) -> None:
+    """Raises Unplannable when that many images would be left out by a guess; `choice`: settings that decide it."""
+    if len(left_out) > _MAX_LOSS * num_images:
+        counts = f"{len(left_out)} of {num_images} {what}, such as {left_out[0]}"
+        raise Unplannable(f"{choice.partition('=')[0]} is 'auto'; {counts}: set {choice}")
 
 
 def check_series(paths: Iterable[str]) -> None:
     """Names such as train-00003-of-00128.parquet say how many there must be. Raises UnusableSource missing_file."""
-    series: dict[tuple[str, str, int], set[int]] = {}
+    series: dict[tuple[str, str, int], list[int]] = {}
     for path in paths:
         if match := _SERIES.match(path):
-            series.setdefault((match["series"], match["rest"], int(match["count"])), set()).add(int(match["index"]))
+            series.setdefault((match["series"], match["rest"], int(match["count"])), []).append(int(match["index"]))
     for (name, rest, count), found in series.items():
+        where = f"{name}-*-of-*{rest}"
+        if twice := [index for index, times in Counter(found).items() if times > 1]:
+            raise UnusableSource("duplicate_file", f"number {twice[0]} of {where} is there more than once: keep one")
         expected = set(range(1, count + 1)) if count in found else set(range(count))
-        if found != expected:
-            missing = sorted(expected - found)
-            message = f"{len(missing)} of {count} files {name}-*-of-*{rest} are missing, such as number {missing[0]}"
+        if missing := sorted(expected - set(found)):
+            message = f"{len(missing)} of {count} files {where} are missing, such as number {missing[0]}"
             raise UnusableSource("missing_file", message)
 
 
@@ -244,8 +287,8 @@ def list_files(root: str) -> Listing:
         store = open_store(root)
         folder = store.info()
         is_folder = folder is not None and folder.is_folder
-        found = store.select(recursive=True) if is_folder else []
-        broken = _broken_link(store, ["", *(entry.path for entry in found if entry.is_folder)]) if is_folder else None
+        problem = _bad_link(store.path()) if is_folder and store.is_local else None
+        found = store.select(recursive=True) if is_folder and problem is None else []
     except UnicodeDecodeError as error:
         raise Unplannable(f"root is {root!r}; {error.object!r} is not a name in UTF-8: rename it") from None
     except (OSError, ValueError, UserError) as error:  # pyarrow's errors for bad URIs and stores derive from these
@@ -255,20 +298,28 @@ def list_files(root: str) -> Listing:
     if not is_folder:
         what = "there is no such folder" if folder is None else "it is not a folder"
         raise Unplannable(f"root is {root!r}; {what}")
-    if broken is not None:  # perhaps an image, which must not be missing in silence
-        raise Unplannable(f"root is {root!r}; {broken} is a link to a file that is not there: mend or remove it")
+    if problem is not None:
+        raise Unplannable(f"root is {root!r}; {problem}")
     files = [entry for entry in found if not entry.is_folder]
     listed = [SourceFile(f.path, f.bytes, f.mtime_ns) for f in files if not (is_hidden(f.path) or f.is_special)]
     return Listing(root, tuple(listed), len(files) - len(listed))
 
 
-def _broken_link(store: Store, folders: Iterable[str]) -> str | None:
-    """The first link in local folders to a file that is not there: pyarrow's listing leaves such links out."""
-    for folder in folders if store.is_local else ():
-        with os.scandir(store.path(folder)) as entries:
-            for path in sorted(e.path for e in entries if e.is_symlink() and not os.path.exists(e.path)):
-                if not is_hidden(os.path.basename(path)):
-                    return path
+def _bad_link(folder: str, above: tuple[str, ...] = ()) -> str | None:
+    """What is wrong with the first bad link below a local folder. pyarrow's listing leaves out links to nothing, which
+    may be images, and follows a loop through all its turns."""
+    above = (*above, os.path.realpath(folder))
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.is_symlink() and not os.path.exists(entry.path) and not is_hidden(entry.name):
+                return f"{entry.path} is a link to a file that is not there: mend or remove it"
+            if not entry.is_dir():
+                continue
+            target = os.path.join(os.path.realpath(entry.path), "") if entry.is_symlink() else None
+            if target and any(os.path.join(each, "").startswith(target) for each in above):
+                return f"{entry.path} is a link to a folder that it lies in, a loop without end: remove it"
+            if problem := _bad_link(entry.path, above):
+                return problem
     return None
 
 
@@ -368,10 +419,10 @@ class Reader:
         row = self._block[item.row]
         if not isinstance(row, pa.Scalar):
             return bytes(row)
-        image = row.as_py() or {}
-        data = image.get("bytes")
+        image = row.as_py()
+        data = image.get("bytes") if isinstance(image, dict) else image
         if data is None:
-            return self._named_file(image.get("path"))
+            return self._named_file(image.get("path") if image else None)
         _refuse_large(len(data))
         return data
 

@@ -27,7 +27,7 @@ from data_prep.sources.base import (
     check_series,
     choose_side,
     is_image_name,
-    split_of,
+    splits_of,
 )
 
 LAYOUT = """one folder of numbered images (data256x256/00001.jpg, 1024 px PNG or JPEG), with split glow, file or
@@ -37,7 +37,8 @@ COUNT = "30,000 images: 27,000 train and 3,000 test"
 
 _RECORDS = re.compile(r"-r(?P<log2>\d\d)-s-\d+-of-\d+\.tfrecords?$")
 _NUMBERED = re.compile(r"^(?P<folder>|.*/)(?P<number>\d+)\.\w+$")
-_FOLDER = re.compile(r"(?:^|/)(?:data\d+x\d+|CelebA-HQ-img|celeba[-_]?hq[^/]*)/", re.IGNORECASE)
+_FOLDER = re.compile(r"(?:^|/)(?:data\d+x\d+|CelebA-HQ-img|celeba[-_]?hq[^/]*)/[^/]+$", re.IGNORECASE)
+_MASKS = "CelebAMask-HQ-mask-anno/"
 _WHOLE = 30_000
 _MAX_RECORD_BYTES = 16 << 20  # an image of 1024 pixels has 3
 _POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), bits reversed
@@ -47,15 +48,18 @@ def recognise(listing: Listing, config: DataConfig) -> str | None:
     records = next((file.path for file in listing.files if _RECORDS.search(file.path)), None)
     if records is not None:
         return f"it has {records}"
-    numbered = [file.path for file in listing.files if is_image_name(file.path) and _NUMBERED.match(file.path)]
-    if len(numbered) == _WHOLE:
+    numbered = [path for file in used(listing, config) if _MASKS not in (path := file.path)]
+    numbers = {int(match["number"]) for path in numbered if (match := _NUMBERED.match(path))}
+    if len(numbered) == len(numbers) == _WHOLE and max(numbers) <= _WHOLE:
         return f"it has {_WHOLE} numbered images"
-    return next((f"it has {path}" for path in numbered if _FOLDER.search(path)), None)
+    return f"it has {numbered[0]}" if numbered and all(map(_FOLDER.search, numbered)) else None
 
 
 def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
     records = [file for file in listing.files if _RECORDS.search(file.path)]
-    return iter(records or [f for f in listing.files if is_image_name(f.path) and _NUMBERED.match(f.path)])
+    return iter(
+        records or [f for f in listing.files if is_image_name(f.path) and (_NUMBERED.match(f.path) or _MASKS in f.path)]
+    )
 
 
 def index(listing: Listing, config: DataConfig) -> Index:
@@ -65,6 +69,9 @@ def index(listing: Listing, config: DataConfig) -> Index:
     found = Index()
     first_of: dict[int, str] = {}  # path of the first file with a number
     for file in listing.files:
+        if _MASKS in file.path:
+            found.skipped["mask"] += 1
+            continue
         name = file.path.rpartition("/")[2]
         item = Item(name, file.path, file.size)
         first = first_of.setdefault(int(name.partition(".")[0]), file.path)
@@ -80,10 +87,10 @@ def _index_records(listing: Listing, config: DataConfig, matches: dict[str, re.M
     side = choose_side(sides, config, source="celebahq")
     found = Index()
     paths = [path for path in sorted(matches) if sides[path] == side]
+    found.skipped["other_size"] = len(matches) - len(paths)
     check_series(path.rpartition(".")[0] for path in paths)
     number = {"train": 0, "test": 0, None: 0}
-    for path in paths:
-        split = split_of(path, config)
+    for path, split in splits_of(paths, config, found).items():
         split = "test" if split == "valid" else split
         with listing.open(path) as stream:
             for offset, record in records(stream, path=path):

@@ -1,4 +1,4 @@
-"""`cifar10`: CIFAR-10 as binary batches, Python pickles, folders of PNG or Hugging Face Parquet (column `img`).
+"""`cifar10`: CIFAR-10 as binary batches, Python pickles or folders of PNG; its Parquet is read by hf_parquet.
 
 Binary: records of one label byte and 3,072 pixel bytes in planes (R, G, B). Labels are the official numbers, 0 airplane
 to 9 truck. The official test images are the test split; validation comes from train.
@@ -7,21 +7,23 @@ to 9 truck. The official test images are the test split; validation comes from t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
+from data_prep import images
 from data_prep.config import DataConfig
-from data_prep.sources import hf_parquet, imagenet_box
+from data_prep.sources import imagenet_box
 from data_prep.sources.base import CHW, Index, Item, Listing, SourceFile, UnusableSource, is_image_name
 
 LAYOUT = """data_batch_1.bin ... data_batch_5.bin and test_batch.bin, or the Python version without .bin, or
-train/airplane/*.png ... and test/, or Hugging Face's Parquet with column img"""
+train/airplane/*.png ... and test/; Hugging Face's Parquet is source hf_parquet"""
 COUNT = "50,000 train and 10,000 test images of 32 pixels"
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+read_block = imagenet_box.read_block
 
 _BATCH = re.compile(r"(?:^|/)(?P<name>(?:data|test)_batch(?:_\d)?)(?P<kind>\.bin)?$")
 _PNG = re.compile(rf"(?:^|/)(?P<split>train|test)/(?P<label>{'|'.join(CLASSES)})/[^/]+$")
@@ -29,24 +31,27 @@ _PIXELS = 3 * 32 * 32
 
 
 def recognise(listing: Listing, config: DataConfig) -> str | None:
-    first = next((f.path for f in listing.files if _BATCH.search(f.path) or _is_png(f.path)), None)
-    return f"it has {first}" if first else hf_parquet.recognise(listing, config, column="img")
+    """Batches, or images of 32 pixels in folders of all ten classes."""
+    files = list(used(listing, config))
+    if files and not _BATCH.search(files[0].path):
+        if {_png(file).label for file in files} != set(range(len(CLASSES))):
+            return None
+        try:
+            if images.header_size(listing.read(files[0].path)) != (32, 32):
+                return None
+        except images.UnusableImage:
+            return None
+    return f"it has {files[0].path}" if files else None
 
 
 def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
-    for chosen in (lambda path: _BATCH.search(path), _is_png, lambda path: path.endswith(".parquet")):
-        found = [file for file in listing.files if chosen(file.path)]
-        if found:
-            return iter(found)
-    return iter(())
+    batches = [file for file in listing.files if _BATCH.search(file.path)]
+    return iter(batches or [file for file in listing.files if _is_png(file.path)])
 
 
 def index(listing: Listing, config: DataConfig) -> Index:
-    files = list(used(listing, config))
-    if files and files[0].path.endswith(".parquet"):
-        return hf_parquet.index(listing, config)
     found = Index()
-    for file in files:
+    for file in listing.files:
         match = _BATCH.search(file.path)
         if match is None:
             found.items.append(_png(file))
@@ -58,15 +63,13 @@ def index(listing: Listing, config: DataConfig) -> Index:
         with listing.open(file.path) as stream:
             batch = imagenet_box.read_batch(stream, path=file.path)
         for row in range(batch.num_rows):
-            place = dict(block=0, row=row) if batch.offset is None else dict(offset=batch.offset + row * _PIXELS)
+            place: dict[str, Any] = (
+                dict(block=0, row=row) if batch.offset is None else dict(offset=batch.offset + row * _PIXELS)
+            )
             number = None if batch.labels is None else batch.labels[row]
             key = f"{match['name']}#{row:05d}"
             found.items.append(Item(key, file.path, _PIXELS, label=number, split=split, layout=CHW, **place))
     return found
-
-
-def read_block(stream: pa.NativeFile, item: Item) -> Sequence[Any]:
-    return (hf_parquet if item.path.endswith(".parquet") else imagenet_box).read_block(stream, item)
 
 
 def _add_binary(found: Index, file: SourceFile, name: str, split: str, data: bytes) -> None:

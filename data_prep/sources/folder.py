@@ -1,11 +1,11 @@
-"""`folder`: images at any depth below one folder. The key of an image is its path. No labels, no splits of its own."""
+"""`folder`: images at any depth below one folder. The key of an image is its path. No labels; splits by names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from data_prep.config import DataConfig
-from data_prep.sources.base import IMAGE_SUFFIXES, Index, Item, Listing, SourceFile, is_image_name
+from data_prep.sources.base import IMAGE_SUFFIXES, Index, Item, Listing, SourceFile, is_image_name, splits_of
 
 LAYOUT = f"images of any size at any depth ({' '.join(IMAGE_SUFFIXES[:6])})"
 COUNT = "any"
@@ -21,4 +21,7 @@ def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
 
 
 def index(listing: Listing, config: DataConfig) -> Index:
-    return Index([Item(file.path, file.path, file.size) for file in listing.files])
+    found, sizes = Index(), {file.path: file.size for file in listing.files}
+    for path, split in splits_of(sizes, config, found).items():
+        found.items.append(Item(path, path, sizes[path], split=split))
+    return found

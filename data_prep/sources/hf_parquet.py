@@ -1,4 +1,5 @@
 """`hf_parquet`: Hugging Face's Parquet files with encoded images, column `image: struct<bytes, path>`, maybe `label`.
+Of several columns of images, `image_field` is used, or `image` or `img`.
 
 The raw bytes are read, not what a decoder of theirs makes of them (it applies EXIF rotation). A key is file and row.
 Label -1 (test images without labels) becomes null. The split is that of the file's name; of ImageNet, validation is
@@ -17,38 +18,39 @@ from data_prep.config import DataConfig
 from data_prep.files import is_transient
 from data_prep.parquet import UnsafeTable, open_parquet
 from data_prep.sources.base import (
-    UNUSED,
     Index,
     Item,
     Listing,
     SourceFile,
+    Unplannable,
     UnusableSource,
     check_series,
     refuse_bomb,
-    split_of,
+    splits_of,
 )
 
 LAYOUT = "train-00000-of-00294.parquet, ... with column image (bytes and path of a file) and maybe label"
 COUNT = "any"
 
-IMAGE_COLUMNS = ("image", "img")
+_USUAL = ("image", "img")  # columns that are used although there are others
 
 _BATCH_BYTES = 64 << 20
 _MIN_ROW_BYTES = 8  # of the file for each row; the smallest image has more
 
 
-def recognise(listing: Listing, config: DataConfig, *, column: str = "image") -> str | None:
-    first = next(used(listing, config), None)
-    if first is None:
-        return None
-    try:
-        with _damage_named(first.path), listing.open(first.path) as stream:
-            found = image_column(_open(stream, first.path).schema_arrow)
-    except UnusableSource as error:
-        if error.reason != "corrupt_source_file":
-            raise
-        return f"it has {first.path}" if column == "image" else None  # damaged: said when it is read
-    return f"{first.path} has the column {column}" if found == column else None
+def recognise(listing: Listing, config: DataConfig) -> str | None:
+    """The first table with a column of images; a damaged one is named when it is read."""
+    damaged = None
+    for file in used(listing, config):
+        try:
+            with _damage_named(file.path), listing.open(file.path) as stream:
+                if columns := image_columns(_open(stream, file.path).schema_arrow):
+                    return f"{file.path} has the column {', '.join(columns)}"
+        except UnusableSource as error:
+            if error.reason != "corrupt_source_file":
+                raise
+            damaged = damaged or f"it has {file.path}"
+    return damaged
 
 
 def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
@@ -59,32 +61,45 @@ def index(listing: Listing, config: DataConfig) -> Index:
     found = Index()
     paths = [file.path for file in listing.files]
     check_series(paths)
-    for path in paths:
-        split = split_of(path, config)
-        if split == UNUSED:
-            found.num_skipped += 1
-            continue
+    for path, split in splits_of(paths, config, found).items():
         with _damage_named(path), listing.open(path) as stream, _open(stream, path) as file:
             _refuse_rows(file, stream.size(), path)
-            _add_rows(found, file, stream, path, split)
+            _add_rows(found, file, stream, path, split, _chosen(file.schema_arrow, path, config, found))
     return found
 
 
-def _add_rows(found: Index, file: pq.ParquetFile, stream: pa.NativeFile, path: str, split: str | None) -> None:
-    if image_column(file.schema_arrow) is None:
-        message = f"{path} has no column {' or '.join(IMAGE_COLUMNS)} of bytes and path"
+def _chosen(schema: pa.Schema, path: str, config: DataConfig, found: Index) -> str:
+    """The column that is used. Raises UnusableSource, Unplannable."""
+    columns = image_columns(schema)
+    if not columns:
+        message = (
+            f"{path} has no column of images, bytes or a struct of bytes and path, among {', '.join(schema.names)}"
+        )
         raise UnusableSource("missing_column", message)
+    usual = [name for name in _USUAL if name in columns]
+    chosen = config.image_field or (usual or columns)[0]
+    if chosen not in columns or (len(columns) > 1 and not usual and config.image_field is None):
+        what = f"{path} has the images {', '.join(columns)}"
+        raise Unplannable(f"image_field is {config.image_field!r}; {what}: set image_field to one of them")
+    if len(columns) > 1:
+        found.note = f"; of the columns {', '.join(columns)}, {chosen} is used"
+    return chosen
+
+
+def _add_rows(
+    found: Index, file: pq.ParquetFile, stream: pa.NativeFile, path: str, split: str | None, column: str
+) -> None:
     has_label = "label" in file.schema_arrow.names
-    if has_label and not _is_number(kind := file.schema_arrow.field("label").type):
-        raise UnusableSource("bad_label", f"{path}: column label is {kind}; it must be whole numbers")
+    if has_label and not _is_number(file.schema_arrow.field("label").type):
+        has_label = False
+        found.skipped["label_not_a_number"] += file.metadata.num_rows
     number = 0
     for block in range(file.num_row_groups):
         num_rows = file.metadata.row_group(block).num_rows
         labels = _column(file, stream, block, ["label"], path).to_pylist() if has_label else [None] * num_rows
         for row, label in enumerate(labels):
-            key = f"{path}#{number:07d}"
-            item = Item(key, path, 0, block=block, row=row, label=None if label == -1 else label, split=split)
-            found.items.append(item)
+            key, label = f"{path}#{number:07d}", None if label == -1 else label
+            found.items.append(Item(key, path, 0, block=block, row=row, label=label, split=split, column=column))
             number += 1
 
 
@@ -92,11 +107,12 @@ def read_block(stream: pa.NativeFile, item: Item) -> pa.ChunkedArray:
     """The image column of the item's row group."""
     with _damage_named(f"{item.path}: row group {item.block}"):  # its pages: the index reads none of this column
         file = _open(stream, item.path)
-        name = image_column(file.schema_arrow)
-        assert name is not None and item.block is not None
-        fields = [f for f in file.schema_arrow.field(name).type if f.name == "bytes" or pa.types.is_string(f.type)]
-        wanted = [f"{name}.{field.name}" for field in fields if field.name in ("bytes", "path")]
-        return _column(file, stream, item.block, wanted, item.path)
+        assert item.column is not None and item.block is not None
+        kind = file.schema_arrow.field(item.column).type
+        fields = kind if pa.types.is_struct(kind) else ()
+        wanted = [f"{item.column}.{f.name}" for f in fields if f.name == "bytes" or pa.types.is_string(f.type)]
+        wanted = [name for name in wanted if name.endswith((".bytes", ".path"))]
+        return _column(file, stream, item.block, wanted or [item.column], item.path)
 
 
 def _column(file: pq.ParquetFile, stream: pa.NativeFile, block: int, names: list[str], path: str) -> pa.ChunkedArray:
@@ -206,11 +222,13 @@ def _open(stream: pa.NativeFile, path: str) -> pq.ParquetFile:
         raise UnusableSource("unsafe_column", str(error)) from None
 
 
-def image_column(schema: pa.Schema) -> str | None:
-    for name in IMAGE_COLUMNS:
-        field = schema.field(name) if name in schema.names else None
-        if field is not None and pa.types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0:
-            kind = field.type.field("bytes").type
-            if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-                return name
-    return None
+def image_columns(schema: pa.Schema) -> list[str]:
+    """Structs with bytes; where there are none, columns of bytes."""
+    by_depth: dict[bool, list[str]] = {True: [], False: []}
+    for field in schema:
+        kind, is_struct = field.type, pa.types.is_struct(field.type)
+        if is_struct and kind.get_field_index("bytes") >= 0:
+            kind = kind.field("bytes").type
+        if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+            by_depth[is_struct].append(field.name)
+    return by_depth[True] or by_depth[False]

@@ -34,34 +34,28 @@ def recognise(listing: Listing, config: DataConfig) -> str | None:
 
 
 def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
-    top = _top(listing)
-    return (
-        file
-        for file in listing.files
-        if is_label_file(file.path)
-        or (is_image_name(file.path) and file.path.startswith((f"{top}train/", f"{top}val/")))
-    )
+    """Of ImageNet itself, Kaggle's test images too, which have no labels and are in no result."""
+    test = "|test/[^/]+" if config.dataset.startswith("imagenet") else ""
+    own = re.compile(rf"{re.escape(_top(listing))}(train/n\d{{8}}/[^/]+|val/(n\d{{8}}/)?[^/]+{test})")
+    return (f for f in listing.files if is_label_file(f.path) or (is_image_name(f.path) and own.fullmatch(f.path)))
 
 
 def index(listing: Listing, config: DataConfig) -> Index:
     found, top = Index(), _top(listing)
-    train: list[tuple[str, SourceFile]] = []  # name below the top folder, and its file
-    val: list[tuple[str, SourceFile]] = []
+    by_split: dict[str, list[tuple[str, SourceFile]]] = {"train": [], "val": [], "test": []}
     for file in listing.files:
         if not is_label_file(file.path):
-            name = file.path.removeprefix(top)
-            (train if name.startswith("train/") else val).append((name, file))
-    number = class_numbers({name.split("/")[1] for name, _ in train if name.count("/") == 2})
-    flat = [name.split("/")[1] for name, _ in val if name.count("/") == 1]
+            split, _, name = file.path.removeprefix(top).partition("/")
+            by_split[split].append((name, file))  # its name below train/ or val/
+    number = class_numbers({name.split("/")[0] for name, _ in by_split["train"]})
+    flat = [name for name, _ in by_split["val"] if "/" not in name]
     labels = val_labels(listing, flat, train_synsets=set(number)) if flat else {}
-    for name, file in train:
-        if name.count("/") != 2:
-            raise UnusableSource("unexpected_layout", f"{file.path}: train images lie in one folder for each synset")
-        found.items.append(Item(name, file.path, file.size, label=number[name.split("/")[1]], split="train"))
-    for name, file in val:
-        folder, _, base = name.removeprefix("val/").rpartition("/")
-        label = number.get(folder) if folder else labels.get(base)
-        found.items.append(Item(name, file.path, file.size, label=label, split="test"))
+    for split, own in (("train", "train"), ("val", "test")):
+        for name, file in by_split[split]:
+            folder, _, base = name.rpartition("/")
+            label = number.get(folder) if folder else labels.get(base)
+            found.items.append(Item(f"{split}/{name}", file.path, file.size, label=label, split=own))
+    found.skipped["unlabelled_test"] = len(by_split["test"])
     return found
 
 

@@ -21,7 +21,7 @@ __all__ = ["COUNT", "LAYOUT", "index", "recognise", "used"]
 
 _Entry = tuple[str, str, Member]  # file, name below train/ or val/, member
 
-_ARCHIVE = re.compile(r"^ILSVRC\d{4}_img_(train|val)\w*\.tar$")
+_ARCHIVE = re.compile(r"^ILSVRC\d{4}_img_(train|val)(?!_t3)\w*\.tar$")  # task 3's photos are in the whole one
 
 
 def recognise(listing: Listing, config: DataConfig) -> str | None:
@@ -44,7 +44,7 @@ def index(listing: Listing, config: DataConfig) -> Index:
             cut = config.allow_truncated_archive
             for member in members(stream, path=file.path, allow_truncated=cut):
                 if is_side_file(member.name):
-                    found.num_skipped += 1
+                    found.skipped["not_a_data_file"] += 1
                 elif split == "train" and member.is_regular and member.name.endswith(".tar"):
                     synset = member.name.rpartition("/")[2].removesuffix(".tar")
                     where = f"{file.path}: {member.name}"
@@ -69,7 +69,7 @@ def _add(listing: Listing, found: Index, train: list[_Entry], val: list[_Entry])
     for split, entries in (("train", train), ("test", val)):
         for path, name, member in entries:
             if member.is_regular and not is_image_name(name):
-                found.num_skipped += 1
+                found.skipped["not_a_data_file"] += 1
                 continue
             label = number.get(name.partition("/")[0]) if split == "train" else labels.get(name.rpartition("/")[2])
             key = f"{'train' if split == 'train' else 'val'}/{name}"

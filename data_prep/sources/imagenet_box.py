@@ -46,12 +46,15 @@ def index(listing: Listing, config: DataConfig) -> Index:
     found = Index(side=choose_side(sides, config, source="imagenet_box"))
     for path, batch in batches.items():
         if batch.side != found.side:
+            found.skipped["other_size"] += 1
             continue
         name = path.rpartition("/")[2].removesuffix(".npz")
         size = 3 * batch.side * batch.side
         for row in range(batch.num_rows):
             label = None if batch.labels is None else batch.labels[row] - 1  # they count from 1
-            place = dict(block=0, row=row) if batch.offset is None else dict(offset=batch.offset + row * size)
+            place: dict[str, Any] = (
+                dict(block=0, row=row) if batch.offset is None else dict(offset=batch.offset + row * size)
+            )
             split = "train" if name.startswith("train") else "test"
             found.items.append(Item(f"{name}#{row:06d}", path, size, label=label, split=split, layout=CHW, **place))
     return found

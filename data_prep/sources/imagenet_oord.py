@@ -33,6 +33,7 @@ def index(listing: Listing, config: DataConfig) -> Index:
     found = Index(side=choose_side(sides, config, source="imagenet_oord"))
     for path, (file, match) in matches.items():
         if sides[path] != found.side:
+            found.skipped["other_size"] += 1
             continue
         if not path.endswith(".tar"):
             found.items.append(Item(_key(match["split"], path), path, file.size, split=_SPLITS[match["split"]]))
@@ -40,7 +41,7 @@ def index(listing: Listing, config: DataConfig) -> Index:
         with listing.open(path) as stream:
             for member in members(stream, path=path, allow_truncated=config.allow_truncated_archive):
                 if member.is_regular and (is_side_file(member.name) or not is_image_name(member.name)):
-                    found.num_skipped += 1
+                    found.skipped["not_a_data_file"] += 1
                     continue
                 key = _key(match["split"], member.name)
                 item = Item(key, path, member.size, offset=member.offset, split=_SPLITS[match["split"]])

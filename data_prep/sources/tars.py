@@ -77,7 +77,7 @@ def members(
         raise UnusableSource("truncated_archive", f"{path}: it has no end mark after {archive.offset} bytes")
 
 
-def add_member(found: Index, member: Member, item: Item, *, problem: tuple[str, str] | None = None) -> None:
+def add_member(found: Index, member: Member, item: Item, problem: tuple[str, str] | None = None) -> None:
     """Puts an image of an archive into the index, or among the rejected: not_a_regular_file, unsafe_path,
     duplicate_name, or with a problem (reason, message) of the caller's."""
     if not member.is_regular:

@@ -1,63 +1,62 @@
-"""`webdataset`: tars of samples, files of one sample with the same name up to the first dot, side by side.
+"""`webdataset`: tars of samples, files of one sample with the same name up to a dot, side by side.
 
-    000123.jpg  000123.cls      an image and its class as a number; or 000123.json with "cls" or "label"
+    000123.jpg  000123.seg.png  000123.cls      an image, another one, and a class; or 000123.json with "cls" or "label"
 
-Where any sample has a label, one without is an error of the source (missing_label). A key is tar and sample.
+What follows the name is a field, here `seg.png`. Of several images in a sample, `image_field` is used, or the one
+whose field is a suffix alone. A name may have dots: `seg.png` is a field where 000123 is the name of other files too,
+or where many samples have it. A key is tar and sample.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pyarrow as pa
 
 from data_prep.config import DataConfig
 from data_prep.sources.base import (
-    UNUSED,
     Index,
     Item,
     Listing,
     SourceFile,
+    Unplannable,
     UnusableSource,
     check_series,
     is_image_name,
-    split_of,
+    splits_of,
 )
 from data_prep.sources.tars import Member, add_member, is_side_file, members
 
 LAYOUT = "train-000000.tar, ... with 000123.jpg and maybe 000123.cls or .json side by side"
 COUNT = "any"
 
-_LABELS = ("cls", "json")
 _JSON_KEYS = ("cls", "label")
+_MIN_SHARE = 0.1  # of the files with a suffix, those with a field that is a field of samples
 
 
 @dataclass
 class _Sample:
     key: str
-    first: Member  # stands for a sample without an image
-    image: Member | None = None
-    label: int | None = None
-    has_label: bool = False
-    problem: tuple[str, str] | None = None
-    names: set[str] = field(default_factory=set)
+    members: dict[str, Member] = field(default_factory=dict)  # by field, in the archive's order
+    label: Any = None
+
+    def images(self) -> dict[str, Member]:
+        return {field: member for field, member in self.members.items() if is_image_name(f".{field}")}
 
 
 def recognise(listing: Listing, config: DataConfig) -> str | None:
-    """A tar whose first members are files of one sample: the same name, an image and something else.
+    """A tar with an image among its first two members.
 
     The first tar decides that has as many members; one that is damaged before them is named when all are read.
     """
     for file in used(listing, config):
         names = _first_names(listing, file.path)
-        if len(names) < 2:
-            continue
-        stems = [_stem(name) for name in names]
-        if len(set(names)) < 2 or stems[0] != stems[1] or not any(map(is_image_name, names)):
-            return None
-        return f"{file.path} has {names[0]} and {names[1]} side by side"
+        if len(names) == 2:
+            return f"{file.path} has {names[0]} and {names[1]}" if any(map(is_image_name, names)) else None
     return None
 
 
@@ -83,73 +82,89 @@ def index(listing: Listing, config: DataConfig) -> Index:
     found, samples = Index(), []
     paths = [file.path for file in listing.files]
     check_series(path.removesuffix(".tar") for path in paths)
-    for path in paths:
-        split = split_of(path, config)
-        if split == UNUSED:
-            found.num_skipped += 1
-            continue
+    for path, split in splits_of(paths, config, found).items():
         with listing.open(path) as stream:
             samples += [(path, split, sample) for sample in _samples(found, stream, path, config)]
-    labelled = any(sample.has_label for _, _, sample in samples)
+    chosen = _chosen([sample for _, _, sample in samples], config, found)
     for path, split, sample in samples:
-        _add(found, path, split, sample, labelled)
+        images = sample.images()
+        member = next((images[field] for field in images if field in chosen), None)
+        found.skipped["other_image_of_a_sample"] += len(images) - (member is not None)
+        problem = None
+        if member is None:
+            problem = "missing_image", f"the sample has only {', '.join(sorted(sample.members))}"
+            member = next(iter(sample.members.values()))
+        item = Item(sample.key, path, member.size, member.offset, label=sample.label, split=split)
+        add_member(found, member, item, problem)
+        found.seen.add(sample.key)  # the first sample counts, used or not
     return found
 
 
 def _samples(found: Index, stream: pa.NativeFile, path: str, config: DataConfig) -> Iterator[_Sample]:
-    sample: _Sample | None = None
-    for member in members(stream, path=path, allow_truncated=config.allow_truncated_archive, wants=_is_label):
-        if is_side_file(member.name):
-            found.num_skipped += 1
-            continue
-        stem = _stem(member.name)
-        suffix = member.name[len(stem) + 1 :].lower()
-        if sample is None or sample.key != f"{path}/{stem}" or suffix in sample.names:
-            if sample is not None:
+    allow = config.allow_truncated_archive
+    every = list(members(stream, path=path, allow_truncated=allow, wants=lambda name: name.endswith((".cls", ".json"))))
+    own = [member for member in every if not is_side_file(member.name)]
+    found.skipped["not_a_data_file"] += len(every) - len(own)
+    cut = _cutter([member.name for member in own])
+    sample = _Sample("")
+    for member in own:
+        name, field = cut(member.name)
+        if sample.key != f"{path}/{name}" or field in sample.members:
+            if sample.members:
                 yield sample
-            sample = _Sample(f"{path}/{stem}", replace(member, data=None))
-        sample.names.add(suffix)
-        if is_image_name(member.name):
-            sample.image = member
-        elif suffix in _LABELS and member.data is not None:
-            _read_label(sample, suffix, member.data)
-    if sample is not None:
+            sample = _Sample(f"{path}/{name}")
+        if member.data is not None and field in ("cls", "json"):
+            sample.label = _label(field, member.data, sample.label)
+        sample.members[field] = replace(member, data=None)
+    if sample.members:
         yield sample
 
 
-def _is_label(name: str) -> bool:
-    return name.rpartition(".")[2].lower() in _LABELS
+def _cutter(names: list[str]) -> Callable[[str], tuple[str, str]]:
+    """A function: name of a member -> (sample, field)."""
+    stems = {name.rpartition(".")[0] for name in names}
+    times = Counter(base[i + 1 :].lower() for name in names for base in [_base(name)] for i in _dots(base))
+
+    def cut(name: str) -> tuple[str, str]:
+        base = _base(name)
+        for i in _dots(base):
+            stem, field = name[: len(name) - len(base) + i], base[i + 1 :].lower()
+            *words, suffix = field.split(".")
+            often = times[field] > 1 and times[field] >= _MIN_SHARE * times[suffix]
+            if all(word[:1].isalpha() for word in words) and (not words or stem in stems or often):
+                return stem, field
+        return name, ""
+
+    return cut
 
 
-def _read_label(sample: _Sample, suffix: str, data: bytes) -> None:
+def _base(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _dots(base: str) -> list[int]:
+    return [i for i, c in enumerate(base) if c == "."]
+
+
+def _chosen(samples: list[_Sample], config: DataConfig, found: Index) -> list[str]:
+    """The fields of the images that are used. Raises Unplannable."""
+    each = [list(sample.images()) for sample in samples]
+    fields = [field for field, _ in Counter(field for fields in each for field in fields).most_common()]
+    if config.image_field is None and all(len(fields) <= 1 for fields in each):
+        return fields
+    chosen = [field for field in fields if field == config.image_field or (not config.image_field and "." not in field)]
+    if not chosen or any(sum(field in chosen for field in fields) > 1 for fields in each):
+        what = f"the images of a sample are {', '.join(fields[:9])}"
+        raise Unplannable(f"image_field is {config.image_field!r}; {what}: set image_field to one of them")
+    found.note = f"; of {', '.join(fields[:9])} in a sample, {' or '.join(chosen)} is used"
+    return chosen
+
+
+def _label(name: str, data: bytes, known: Any) -> Any:
+    """The class as a number; the known one where a description has none; text where it is no number."""
     try:
-        if suffix == "json":
-            fields = json.loads(data)
-            value = next((fields[key] for key in _JSON_KEYS if key in fields), None)
-            if value is None:
-                return  # a description without a class
-        else:
-            value = data.decode().strip()
-        sample.has_label = True
-        sample.label = int(value)
+        fields = json.loads(data) if name == "json" else {"cls": data.decode().strip()}
+        given = next((fields[key] for key in _JSON_KEYS if key in fields), None)
+        return known if given is None else int(str(given))
     except (ValueError, TypeError, RecursionError):
-        sample.has_label = True
-        sample.problem = ("bad_label", f"its label is {data[:40]!r}, not a number")
-
-
-def _add(found: Index, path: str, split: str | None, sample: _Sample, labelled: bool) -> None:
-    member = sample.image or sample.first
-    label = sample.label if sample.problem is None else None
-    item = Item(sample.key, path, member.size, offset=member.offset, label=label, split=split)
-    problem = sample.problem
-    if sample.image is None:
-        problem = "missing_image", f"the sample has only {', '.join(sorted(sample.names))}"
-    elif labelled and not sample.has_label:
-        problem = "missing_label", "the sample has no label, others have"
-    add_member(found, member, item, problem=problem)
-    found.seen.add(sample.key)  # the first sample counts, used or not
-
-
-def _stem(name: str) -> str:
-    folder, slash, base = name.rpartition("/")
-    return folder + slash + base.partition(".")[0]
+        return "no number"

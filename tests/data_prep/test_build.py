@@ -18,7 +18,7 @@ from data_prep import images, sources
 from data_prep.build import TooManyUnusable, build
 from data_prep.config import DataConfig
 from data_prep.parquet import open_dataset, pixels
-from data_prep.plan import make_plan, split_photos
+from data_prep.plan import make_plan
 from data_prep.ray_compat import ExecutionCallback
 from data_prep.verify import verify
 
@@ -185,7 +185,7 @@ def test_another_plan_never_mixes_with_what_is_there(config: DataConfig, tmp_pat
 def test_bad_photo_is_named_and_counted(config: DataConfig, tmp_path: pathlib.Path, crop: str):
     config = dataclasses.replace(config, max_quarantine_fraction=0.2)
     config = tiles(config) if crop == "tiles" else config
-    train = split_photos(config, [f"photo_{i:02d}.{'png' if i % 2 else 'jpg'}" for i in range(12)])["train"]
+    train = make_plan(config, sources.find(config)).photos["train"]
     cut = tmp_path / "raw" / next(key for key in train if key.endswith("jpg"))  # its header is whole
     cut.write_bytes(cut.read_bytes()[:-200])
     (tmp_path / "raw" / next(key for key in train if key.endswith("png"))).write_text("no image")

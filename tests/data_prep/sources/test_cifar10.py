@@ -75,7 +75,7 @@ def write(root: pathlib.Path, originals: dict, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["binary", "python", "png", "parquet"])
 def test_layouts(tmp_path: pathlib.Path, originals: dict, rendered: Callable, layout: str):
     write(tmp_path / "raw", originals, layout)
-    assert sources.find(config(tmp_path / "raw")).name == "cifar10"
+    assert sources.find(config(tmp_path / "raw")).name == ("hf_parquet" if layout == "parquet" else "cifar10")
     found = rendered(config(tmp_path / "raw", num_valid_photos=5))
     assert {split: len(part) for split, part in found.items()} == {"train": 35, "valid": 5, "test": 20}
     for split, part in (("train", found["train"] | found["valid"]), ("test", found["test"])):

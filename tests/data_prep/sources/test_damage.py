@@ -119,17 +119,6 @@ def table(path: pathlib.Path, jpegs: list, labels: pa.Array) -> None:
     pq.write_table(pa.table({"image": column, "label": labels}), path, compression="snappy")
 
 
-@pytest.mark.parametrize("labels", [pa.array(["cat", "dog"]), pa.array([1, 2**31]), pa.array([0.5, 1.0])], ids=str)
-def test_labels_that_are_no_small_whole_numbers_are_refused(
-    labels: pa.Array, tmp_path: pathlib.Path, jpegs: list
-) -> None:
-    table(tmp_path / "part.parquet", jpegs, labels)
-    with pytest.raises(
-        UnusableSource, match="bad_label: part.parquet: (column label is|the label of part.parquet#000000)"
-    ):
-        sources.find(config(tmp_path))
-
-
 def test_files_that_went_away_or_may_not_be_read_are_named(
     tmp_path: pathlib.Path, jpegs: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,8 +129,6 @@ def test_known_data_set_must_be_complete(tmp_path: pathlib.Path, jpegs: list, re
     assert rendered(dataclasses.replace(whole, check_counts=False))["test"]
     with pytest.raises(ValueError, match="imagenet_oord.*other pixels"):
         rendered(config(tmp_path / "raw", dataset="imagenet_oord-part"))
-    with pytest.raises(ValueError, match="num_test_photos is 1; the source is split already"):
-        rendered(config(tmp_path / "raw", num_test_photos=1))
 
 
 def test_compressed_tar_is_named(tmp_path: pathlib.Path, jpegs: list):

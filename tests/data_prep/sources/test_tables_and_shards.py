@@ -5,7 +5,6 @@ pytest tests/data_prep/sources/test_tables_and_shards.py
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import pathlib
@@ -64,7 +63,7 @@ def test_imagenet_is_scored_on_validation_and_its_unlabelled_test_is_left_out(tm
     splits = [[item.split for item in sources.find(c).items] for c in (imagenet, other)]
     assert {s: splits[0].count(s) for s in set(splits[0])} == {"train": 6, "test": 2}
     assert {s: splits[1].count(s) for s in set(splits[1])} == {"train": 6, "valid": 2, "test": 3}
-    assert sources.find(imagenet).skipped == {"not_a_data_file": 1}
+    assert sources.find(imagenet).skipped == {"unlabelled_test": 1}
 
 
 def test_a_missing_file_of_a_series_is_named(tmp_path: pathlib.Path, jpegs: list):
@@ -138,21 +137,26 @@ def test_samples_are_found_with_their_labels(tmp_path: pathlib.Path, jpegs: list
             assert label == (None if kind == "none" else 10 + i)
 
 
-def test_a_shard_of_images_alone_needs_its_source_named(tmp_path: pathlib.Path, jpegs: list):
-    write_shard(tmp_path / "photos-0.tar", [(f"{i}.jpg", data) for i, (_, data) in enumerate(jpegs)])
-    with pytest.raises(ValueError, match="no archives of a known layout .*--list-sources"):
-        sources.find(config(tmp_path))
-    named = dataclasses.replace(config(tmp_path), source="webdataset")
-    assert len(sources.find(named).items) == len(jpegs)
-
-
-def test_labels_that_no_parser_can_read_go_to_quarantine(tmp_path: pathlib.Path, jpegs: list):
-    bad = (b"[" * 200_000, b"\xff", b"9" * 5_000, b'{"label": {}}')
-    write_shard(
-        tmp_path / "t.tar", [m for i, data in enumerate(bad) for m in ((f"{i}.jpg", b"x"), (f"{i}.json", data))]
-    )
-    found = sources.find(config(tmp_path))
-    assert [rejected.reason for rejected in found.rejected] == ["bad_label"] * len(bad) and not found.items
+def test_labels_of_any_kind_stop_nothing(tmp_path: pathlib.Path):
+    bad = (b"[" * 200_000, b"\xff", b"9" * 5_000, b'{"label": {}}', b'{"label": 1.5}', b"99999999999")
+    members = [m for i, data in enumerate(bad) for m in ((f"{i}.jpg", b"x"), (f"{i}.json", data))]
+    write_shard(tmp_path / "wds" / "t.tar", [*members, ("a.jpg", b"x"), ("a.cls", b"cat"), ("b.jpg", b"x")])
+    found = sources.find(config(tmp_path / "wds"))
+    assert [item.label for item in found.items] == [None] * (len(bad) + 2) and not found.rejected
+    assert found.skipped == {"label_not_a_number": len(bad) + 1}
+    for name, labels in (
+        ("text", ["a", "b"]),
+        ("list", [[1], [2, 3]]),
+        ("part", [0.5, 1.0]),
+        ("large", [2**31, 2**40]),
+        ("null", [None, None]),
+    ):
+        rows = pa.array([{"bytes": b"x", "path": None}] * 2, pa.struct({"bytes": pa.binary(), "path": pa.string()}))
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"image": rows, "label": labels}), tmp_path / name / "train.parquet")
+        found = sources.find(config(tmp_path / name))
+        assert [item.label for item in found.items] == [None, None]
+        assert found.skipped == ({} if name == "null" else {"label_not_a_number": 2})
 
 
 @pytest.mark.parametrize("damage", ["cut", "noise", "empty"])
