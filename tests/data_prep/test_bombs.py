@@ -64,10 +64,6 @@ def rows_of_nothing(path: pathlib.Path) -> None:
     write_images(path / "a.parquet", [b""] * 100_000)
 
 
-def text_labels(path: pathlib.Path) -> None:
-    write_images(path / "a.parquet", [b"x" * 40] * 500, label=pa.array(["x" * 2_000] * 500))
-
-
 def pixels_of_nothing(path: pathlib.Path) -> None:
     np.savez_compressed(path / "val_data.npz", data=np.zeros((1_000, 192), np.uint8))
 
@@ -95,7 +91,6 @@ BOMBS = {
     repeated_value: "decompression_bomb: a.parquet: row group 0: [0-9]+ bytes unfold to at least [0-9]+",
     footer_that_lies: "decompression_bomb: a.parquet: row group 0: [0-9]+ bytes unfold to at least 1000",
     rows_of_nothing: "decompression_bomb: a.parquet: 100000 rows in a file of [0-9]+ bytes",
-    text_labels: "bad_label: a.parquet: column label is string",
     pixels_of_nothing: "decompression_bomb: val_data.npz: data.npy: [0-9]+ bytes unfold to at least 192128",
     labels_of_nothing: "decompression_bomb: val_data.npz: labels.npy unfolds to more than 100000 bytes",
     large_record: "decompression_bomb: train-r03-s-0000-of-0001.tfrecords: the record at byte 0 has 20000 bytes",
