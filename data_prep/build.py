@@ -11,6 +11,7 @@ A shard whose sidecar matches the plan and whose files have its checksums is not
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import pickle
 from collections import Counter
@@ -35,9 +36,12 @@ from data_prep.parquet import (
     ShardWriter,
     draws,
     keys_hash,
+    pixels,
+    read_shard,
     schema,
 )
 from data_prep.plan import (
+    PIXELS,
     Plan,
     Row,
     ShardPlan,
@@ -195,6 +199,7 @@ def _manifest(
             raise TooManyUnusable(f"no photo of the {split} split can be used: {_reasons(_records(plan, bad))}")
     shards = [Shard(**fields) for sidecar in sidecars for fields in sidecar["files"]]
     _check_sizes(store, shards)
+    _check_known(config, store, shards)
     return Manifest(
         dataset=config.dataset,
         plan_hash=plan.hash,
@@ -228,6 +233,20 @@ def _check_sizes(store: Store, shards: list[Shard]) -> None:
             raise OSError(
                 f"{store.uri_of(shard.path)} has {found} bytes, {shard.bytes} were written; start the build again"
             )
+
+
+def _check_known(config: DataConfig, store: Store, shards: list[Shard]) -> None:
+    """A published set is known by its pixels, in whatever files they come. Raises UnusableSource."""
+    side, known = PIXELS.get(config.dataset, (None, 0))
+    whole = [shard for shard in shards if (shard.resolution, shard.bits) == (side, 8)]
+    if config.check_counts and whole:
+        arrays = (pixels(read_shard(store.uri, shard, columns=["px"])) for shard in whole)
+        found = (hashlib.blake2b(px.tobytes(), digest_size=8).digest() for array in arrays for px in array)
+        if sum(int.from_bytes(digest) for digest in found) % 2**64 != known:
+            message = (
+                f"these are not the images of {config.dataset}: name them otherwise, such as {config.dataset}-like"
+            )
+            raise UnusableSource("other_pixels", message)
 
 
 # ---- one shard, in a Ray task --------------------------------------------------------------------------------------

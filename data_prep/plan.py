@@ -214,10 +214,8 @@ def num_duplicates(contents: Iterable[str]) -> int:
 
 def split_items(config: DataConfig, root: str, items: list[Item]) -> dict[str, list[Item]]:
     """Split -> items in the order given, disjoint. Raises Unplannable, UnusableSource."""
-    if config.split == "auto" and any(item.split for item in items):
-        split_of = {item.key: item.split or "train" for item in items}
-    elif config.split in ("auto", "by_photo"):
-        split_of = dict.fromkeys((item.key for item in items), "train")
+    if config.split in ("auto", "by_photo"):
+        split_of = {item.key: (config.split == "auto" and item.split) or "train" for item in items}
     elif config.split == "glow":
         split_of = _glow(items)
     elif config.split == "celeba_partition":
@@ -252,14 +250,12 @@ def describe_splits(config: DataConfig, source: Source) -> str:
     if not given:
         hint = f"; {source.split_like} names none (split=file would set them)" if source.split_like else ""
         return f"drawn by the seed{hint}"
-    wanted = {"valid": config.num_valid_photos, "test": config.num_test_photos}
-    parts = ["the source's own train"]
-    for split, number in wanted.items():
-        if split in given:
-            parts.append(f"its {split}" + (f" (num_{split}_photos={number} does not count)" if number else ""))
-        elif number:
-            parts.append(f"{split} drawn from train by the seed")
-    return ", ".join(parts) + "; split=by_photo draws all"
+    drawn = [split for split in ("valid", "test") if split not in given and getattr(config, f"num_{split}_photos")]
+    counts = " and ".join(f"num_{split}_photos" for split in sorted(given) if getattr(config, f"num_{split}_photos"))
+    unused = f"; {counts} would count with split=by_photo" if counts else "; split=by_photo draws all"
+    return (
+        f"the source's own {' and '.join(sorted(given))}" + "".join(f", {s} drawn from train" for s in drawn) + unused
+    )
 
 
 def rank_by_hash(names: Sequence[str], *entropy: object) -> list[str]:
@@ -352,6 +348,7 @@ _SOURCES = {
     "cifar10": ("cifar10", "hf_parquet", "webdataset"),
 }
 _OWN_ID = ("imagenet_oord", "imagenet_box")
+PIXELS = {"cifar10": (32, 1773520551906879786)}  # side; sum of the 64-bit hashes of all images
 
 
 def max_quarantine_fraction(config: DataConfig) -> float:
@@ -371,7 +368,10 @@ def check_id(config: DataConfig, source: str) -> None:
         what = f"source {source} makes {source} (a part of it: {source}-part); images of your own: source=folder"
         raise Unplannable(f"dataset is {config.dataset!r}; {what}")
     if (family in _OWN_ID or config.dataset in _SOURCES) and source not in _SOURCES[family]:
-        raise Unplannable(f"dataset is {config.dataset!r}; source {source} holds other pixels, give it another name")
+        raise Unplannable(
+            f"dataset is {config.dataset!r}; source {source} holds other pixels: name it "
+            f"otherwise, or set source to {' or '.join(_SOURCES[family])}"
+        )
 
 
 def check_counts(config: DataConfig, source: Source, num_items: dict[str, int]) -> None:

@@ -72,43 +72,41 @@ def find(config: DataConfig) -> Source:
     name, used, why = _recognise(listing, config)
     found = layout(name).index(replace(listing, files=tuple(used)), config)
     paths = {file.path for file in used}
-    rest = [file.path for file in listing.files if file.path not in paths]
-    left = {
-        "other_image": [path for path in rest if is_image_name(path)],
-        "other_archive": [path for path in rest if path.lower().endswith(_ARCHIVES)],
-    }
-    num_images = len(found.items) + len(found.rejected) + len(left["other_image"])
+    left = [file.path for file in listing.files if file.path not in paths]
+    found.skipped += Counter(map(_kind, left)) + Counter(not_a_data_file=listing.num_hidden)
     if config.source == "auto":
+        images = [path for path in left if is_image_name(path)]
         choice = f"source={name}" + (" or source=folder" if name != "folder" else "")
-        refuse_loss(left["other_image"], num_images, what=f"images are not read by {name}", choice=choice)
-    found.skipped += Counter({reason: len(names) for reason, names in left.items()})
-    found.skipped["not_a_data_file"] += listing.num_hidden + len(rest) - sum(map(len, left.values()))
-    if unread := [*left["other_archive"], *left["other_image"]]:
+        num_images = len(found.items) + len(found.rejected) + len(images)
+        refuse_loss(images, num_images, what=f"images are not read by {name}", choice=choice)
+    if unread := [path for path in left if _kind(path) != "not_a_data_file"]:
         why += f"; left out: {unread[0]}" + (f" and {len(unread) - 1} more" if unread[1:] else "")
-    items = [item if _is_label(item.label) else replace(item, label=None) for item in found.items]
-    found.skipped["label_not_a_number"] += sum(a is not b for a, b in zip(items, found.items, strict=True))
+    for i, item in enumerate(found.items):
+        if item.label is not None and not (isinstance(item.label, int) and abs(item.label) < 2**31):
+            found.items[i] = replace(item, label=None)
+            found.skipped["label_not_a_number"] += 1
     return Source(
         name=name,
         why=printable(why + found.note),
         root=listing.root,
-        items=sorted(items, key=lambda item: item.key),
+        items=sorted(found.items, key=lambda item: item.key),
         rejected=sorted(found.rejected, key=lambda rejected: (rejected.item.key, rejected.item.offset or 0)),
         skipped=dict(sorted((+found.skipped).items())),
         listing_hash=hash_of(listing.root, used, config),
         side=found.side,
-        split_like=next(filter(_is_split_like, (file.path for file in listing.files)), None),
+        split_like=next((file.path for file in listing.files if _is_split_like(file.path)), None),
     )
 
 
-def _is_label(label: object) -> bool:
-    return label is None or (isinstance(label, int) and not isinstance(label, bool) and abs(label) < 2**31)
+def _kind(path: str) -> str:
+    if is_image_name(path):
+        return "other_image"
+    return "other_archive" if path.lower().endswith(_ARCHIVES) else "not_a_data_file"
 
 
 def _is_split_like(path: str) -> bool:
     """Whether a folder's name, or that of a list, may mean a split."""
-    *folders, name = path.split("/")
-    is_list = name.lower().endswith((".txt", ".csv", ".tsv", ".json"))
-    return any(map(split_word, [*folders, name] if is_list else folders))
+    return any(map(split_word, path.split("/")[: None if path.endswith((".txt", ".csv", ".json")) else -1]))
 
 
 def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFile], str]:

@@ -7,6 +7,7 @@ package that finds the items in a listing; modules are imported by name, so that
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import json
@@ -189,15 +190,10 @@ def splits_of(paths: Collection[str], config: DataConfig, found: Index) -> dict[
 def _named_splits(paths: Collection[str]) -> dict[str, str]:
     parts = {path: path.split("/") for path in paths}
     for depth in range(max(map(len, parts.values()), default=0)):
-        names = {path: pieces[depth] for path, pieces in parts.items() if depth < len(pieces)}
-        word_of = {name: split_word(name) for name in set(names.values())}
-        named = {path: word for path, name in names.items() if (word := word_of[name])}
+        named = {path: word for path, part in parts.items() if (word := split_word("".join(part[depth : depth + 1])))}
         is_whole = len(named) == len(parts)
-        if not is_whole:
-            named = {
-                path: word for path, word in named.items() if depth + 1 < len(parts[path]) or not is_image_name(path)
-            }
-        splits = set(named.values())
+        counted = [p for p in named if is_whole or depth + 1 < len(parts[p]) or not is_image_name(p)]
+        splits = {named[path] for path in counted}
         if "train" in splits and (is_whole or len(splits) > 1):
             return named
         if is_whole and not any(map(is_image_name, named)):
@@ -205,9 +201,10 @@ def _named_splits(paths: Collection[str]) -> dict[str, str]:
     return {}
 
 
+@functools.lru_cache(4096)  # many files lie in few folders
 def split_word(name: str) -> str | None:
     """The split that a name means: train.X1, trainA, val2017, DIV2K_valid_HR, test-00000-of-00001.parquet."""
-    words = {_WORDS[word.lower()] for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", name) if word.lower() in _WORDS}
+    words = {_WORDS.get(word.lower()) for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", name)} - {None}
     return words.pop() if len(words) == 1 else None
 
 

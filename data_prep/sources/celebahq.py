@@ -39,7 +39,6 @@ _RECORDS = re.compile(r"-r(?P<log2>\d\d)-s-\d+-of-\d+\.tfrecords?$")
 _NUMBERED = re.compile(r"^(?P<folder>|.*/)(?P<number>\d+)\.\w+$")
 _FOLDER = re.compile(r"(?:^|/)(?:data\d+x\d+|CelebA-HQ-img|celeba[-_]?hq[^/]*)/[^/]+$", re.IGNORECASE)
 _MASKS = "CelebAMask-HQ-mask-anno/"
-_WHOLE = 30_000
 _MAX_RECORD_BYTES = 16 << 20  # an image of 1024 pixels has 3
 _POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), bits reversed
 
@@ -49,9 +48,6 @@ def recognise(listing: Listing, config: DataConfig) -> str | None:
     if records is not None:
         return f"it has {records}"
     numbered = [path for file in used(listing, config) if _MASKS not in (path := file.path)]
-    numbers = {int(match["number"]) for path in numbered if (match := _NUMBERED.match(path))}
-    if len(numbered) == len(numbers) == _WHOLE and max(numbers) <= _WHOLE:
-        return f"it has {_WHOLE} numbered images"
     return f"it has {numbered[0]}" if numbered and all(map(_FOLDER.search, numbered)) else None
 
 

@@ -9,6 +9,8 @@ or where many samples have it. A key is tar and sample.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -49,29 +51,13 @@ class _Sample:
 
 
 def recognise(listing: Listing, config: DataConfig) -> str | None:
-    """A tar with an image among its first two members.
-
-    The first tar decides that has as many members; one that is damaged before them is named when all are read.
-    """
+    """The first tar decides that has members; one that is damaged before them is named when all are read."""
     for file in used(listing, config):
-        names = _first_names(listing, file.path)
-        if len(names) == 2:
-            return f"{file.path} has {names[0]} and {names[1]}" if any(map(is_image_name, names)) else None
+        with contextlib.suppress(UnusableSource), listing.open(file.path) as stream:
+            first = itertools.islice(members(stream, path=file.path, allow_truncated=True), 8)
+            if names := [member.name for member in first if not is_side_file(member.name)]:
+                return f"{file.path} has {' and '.join(names[:2])}" if any(map(is_image_name, names)) else None
     return None
-
-
-def _first_names(listing: Listing, path: str) -> list[str]:
-    """Of the first two members; fewer where the tar ends or is damaged."""
-    names: list[str] = []
-    try:
-        with listing.open(path) as stream:
-            for member in members(stream, path=path, allow_truncated=True):
-                names.append(member.name)
-                if len(names) == 2:
-                    break
-    except UnusableSource:
-        pass
-    return names
 
 
 def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
@@ -123,27 +109,18 @@ def _samples(found: Index, stream: pa.NativeFile, path: str, config: DataConfig)
 def _cutter(names: list[str]) -> Callable[[str], tuple[str, str]]:
     """A function: name of a member -> (sample, field)."""
     stems = {name.rpartition(".")[0] for name in names}
-    times = Counter(base[i + 1 :].lower() for name in names for base in [_base(name)] for i in _dots(base))
+    cuts = {name: [(name[:i], name[i + 1 :].lower()) for i, c in enumerate(name) if c == "."] for name in names}
+    times = Counter(field for found in cuts.values() for _, field in found)
 
     def cut(name: str) -> tuple[str, str]:
-        base = _base(name)
-        for i in _dots(base):
-            stem, field = name[: len(name) - len(base) + i], base[i + 1 :].lower()
+        for stem, field in cuts[name]:
             *words, suffix = field.split(".")
             often = times[field] > 1 and times[field] >= _MIN_SHARE * times[suffix]
-            if all(word[:1].isalpha() for word in words) and (not words or stem in stems or often):
+            if all(word[:1].isalpha() for word in words) and "/" not in field and (not words or stem in stems or often):
                 return stem, field
         return name, ""
 
     return cut
-
-
-def _base(name: str) -> str:
-    return name.rpartition("/")[2]
-
-
-def _dots(base: str) -> list[int]:
-    return [i for i, c in enumerate(base) if c == "."]
 
 
 def _chosen(samples: list[_Sample], config: DataConfig, found: Index) -> list[str]:

@@ -66,15 +66,9 @@ def test_numbered_files_are_split_by_number(
             assert np.array_equal(px, images.resize_squares(whole, [32], profile="tf")[32])
 
 
-def test_thirty_thousand_numbers_are_recognised_and_counted():
-    from data_prep.sources.base import Listing, SourceFile
-
-    files = tuple(SourceFile(f"{i:05d}.jpg", 1, 0) for i in range(30_000))
-    good = config(pathlib.Path("x"))
-    assert celebahq.recognise(Listing("x", files, 0), good) == "it has 30000 numbered images"
-    assert celebahq.recognise(Listing("x", files[1:], 0), good) is None
-    items = celebahq.index(Listing("x", files, 0), good).items
-    by_split = plan.split_items(good, "x", items)
+def test_glow_counts_three_thousand_by_number():
+    items = [sources.Item(f"{i:05d}.jpg", f"{i:05d}.jpg", 1) for i in range(30_000)]
+    by_split = plan.split_items(config(pathlib.Path("x")), "x", items)
     assert {split: len(found) for split, found in by_split.items()} == {"train": 27_000, "valid": 0, "test": 3_000}
     assert by_split["test"][-1].key == "02999.jpg"
 

@@ -124,9 +124,9 @@ def test_the_build_says_where_the_splits_come_from(tmp_path: pathlib.Path):
         return make_plan(told, sources.find(told)).splits
 
     own = ["train/0.png", "train/1.png", "test/0.png"]
+    assert said(*own) == "the source's own test; split=by_photo draws all"
     assert said(*own, num_valid_photos=1, num_test_photos=1) == (
-        "the source's own train, valid drawn from train by the seed, its test (num_test_photos=1 does not count); "
-        "split=by_photo draws all"
+        "the source's own test, valid drawn from train; num_test_photos would count with split=by_photo"
     )
     assert said(*own, split="by_photo") == "by split=by_photo, not the source's own"
     assert said("a/0.png") == "drawn by the seed"
