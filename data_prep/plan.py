@@ -244,18 +244,18 @@ def _draw_held_out(config: DataConfig, split_of: dict[str, str]) -> dict[str, st
 
 def describe_splits(config: DataConfig, source: Source) -> str:
     """Where the splits come from, for people."""
-    given = {item.split for item in source.items} & {"valid", "test"}
+    has = {item.split for item in source.items}
+    given = [split for split in ("valid", "test") if split in has]
     if config.split != "auto":
-        return f"by split={config.split}, not the source's own" if given else f"by split={config.split}"
+        return f"by split={config.split}" + (", not the source's own" if given else "")
     if not given:
         hint = f"; {source.split_like} names none (split=file would set them)" if source.split_like else ""
         return f"drawn by the seed{hint}"
-    drawn = [split for split in ("valid", "test") if split not in given and getattr(config, f"num_{split}_photos")]
-    counts = " and ".join(f"num_{split}_photos" for split in sorted(given) if getattr(config, f"num_{split}_photos"))
-    unused = f"; {counts} would count with split=by_photo" if counts else "; split=by_photo draws all"
-    return (
-        f"the source's own {' and '.join(sorted(given))}" + "".join(f", {s} drawn from train" for s in drawn) + unused
-    )
+    counts = {split: f"num_{split}_photos" for split in ("valid", "test") if getattr(config, f"num_{split}_photos")}
+    drawn = "".join(f", {split} drawn from train" for split in counts if split not in given)
+    unused = " and ".join(counts[split] for split in given if split in counts)
+    by_photo = f"{unused} would count with split=by_photo" if unused else "split=by_photo draws all"
+    return f"the source's own {' and '.join(given)}{drawn}; {by_photo}"
 
 
 def rank_by_hash(names: Sequence[str], *entropy: object) -> list[str]:

@@ -110,14 +110,14 @@ def _cutter(names: list[str]) -> Callable[[str], tuple[str, str]]:
     """A function: name of a member -> (sample, field)."""
     stems = {name.rpartition(".")[0] for name in names}
     cuts = {name: [(name[:i], name[i + 1 :].lower()) for i, c in enumerate(name) if c == "."] for name in names}
-    times = Counter(field for found in cuts.values() for _, field in found)
+    times = Counter(rest for found in cuts.values() for _, rest in found)
 
     def cut(name: str) -> tuple[str, str]:
-        for stem, field in cuts[name]:
-            *words, suffix = field.split(".")
-            often = times[field] > 1 and times[field] >= _MIN_SHARE * times[suffix]
-            if all(word[:1].isalpha() for word in words) and "/" not in field and (not words or stem in stems or often):
-                return stem, field
+        for stem, rest in cuts[name]:
+            *words, suffix = rest.split(".")
+            often = times[rest] > 1 and times[rest] >= _MIN_SHARE * times[suffix]
+            if all(word[:1].isalpha() for word in words) and "/" not in rest and (not words or stem in stems or often):
+                return stem, rest
         return name, ""
 
     return cut
