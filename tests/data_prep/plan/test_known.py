@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 
-from data_prep import plan
+from data_prep import build, plan
 from data_prep.config import DataConfig
+from data_prep.files import open_store
 from data_prep.sources import Source, UnusableSource
 
 
@@ -27,6 +30,10 @@ def config(dataset: str, **changes: object) -> DataConfig:
         ("imagenet_oord", "folder", False),
         ("imagenet_box-part", "ilsvrc_folder", False),
         ("imagenet32", "imagenet_box", False),
+        ("cifar10", "hf_parquet", True),
+        ("cifar10", "folder", False),
+        ("cifar10-like", "folder", True),
+        ("celebahq", "folder", False),
     ],
 )
 def test_each_id_has_its_source(dataset: str, source: str, good: bool):
@@ -55,3 +62,16 @@ def test_known_sets_are_whole_and_allow_no_quarantine():
     shares = [plan.max_quarantine_fraction(config(name)) for name in ("cifar10", "cifar10-part", "pictures")]
     assert shares == [0, 0.001, 0.001]
     assert plan.max_quarantine_fraction(config("cifar10", max_quarantine_fraction=0.5)) == 0.5
+
+
+def test_a_published_set_has_its_own_pixels(tiny: tuple, monkeypatch: pytest.MonkeyPatch):
+    dataset, _, squares = tiny
+    total = sum(int.from_bytes(hashlib.blake2b(px.tobytes(), digest_size=8).digest()) for px in squares[8])
+    store, shards = open_store(dataset.uri), dataset.manifest.shards
+    monkeypatch.setattr(build, "PIXELS", {"cifar10": (8, total % 2**64)})
+    build._check_known(config("cifar10"), store, shards)
+    monkeypatch.setattr(build, "PIXELS", {"cifar10": (8, 1)})
+    with pytest.raises(UnusableSource, match="other_pixels: these are not the images of cifar10"):
+        build._check_known(config("cifar10"), store, shards)
+    for other in (config("cifar10-part"), config("cifar10", check_counts=False)):
+        build._check_known(other, store, shards)
