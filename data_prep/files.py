@@ -17,15 +17,16 @@ import os
 import posixpath
 import re
 import secrets
+import shutil
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, ParamSpec, TypeVar
+from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -42,6 +43,7 @@ _TRANSIENT_WORDS = re.compile(
     r"timed? ?out|connection (reset|closed|refused)",
     re.IGNORECASE,
 )
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _RETRY_SEC = (0.5, 2.0, 8.0)  # waits before a call is repeated after a transient error
 _CHUNK = 4 * 2**20  # bytes per read
 _SYNC_BYTES = 8_000_000  # written to a local file between two background fsyncs
@@ -87,6 +89,20 @@ def retried(call: Callable[P, R]) -> Callable[P, R]:
         return call(*args, **kwargs)
 
     return repeated
+
+
+@contextmanager
+def naming_full_disk(place: str | os.PathLike[str]) -> Iterator[None]:
+    """A full disk is an OSError that names `place`, where the block writes: of itself only a failed open names a path,
+    and torch and safetensors raise errors of their own."""
+    try:
+        yield
+    except Exception as error:
+        is_full = os.path.isdir(place) and shutil.disk_usage(place).free < 2**20
+        number = error.errno if isinstance(error, OSError) else errno.ENOSPC if is_full else None
+        if number not in FULL_DISK or getattr(error, "filename", None) is not None:
+            raise
+        raise OSError(number, os.strerror(number), os.fspath(place)) from error
 
 
 class HashedStream:
@@ -253,6 +269,23 @@ class Store:
             digest.update(chunk)
         return digest.hexdigest()
 
+    def checksums(self) -> dict[str, dict[str, Any]]:
+        """{path: {"bytes": size, "sha256": hex digest}} of all files below."""
+        return {entry.path: {"bytes": entry.bytes, "sha256": self.sha256(entry.path)} for entry in self.walk()}
+
+    def problems(self, files: Mapping[str, Mapping[str, Any]], *, hashed: bool = False) -> Sequence[str]:
+        """Which of these files, as `checksums` lists them, are missing or have another size or, if hashed, content."""
+        present = {entry.path: entry.bytes for entry in self.walk()}
+        wrong = []
+        for path, expected in files.items():
+            if path not in present:
+                wrong.append(f"{path} is missing")
+            elif present[path] != expected["bytes"]:
+                wrong.append(f"{path} has {present[path]} bytes instead of {expected['bytes']}")
+            elif hashed and self.sha256(path) != expected["sha256"]:
+                wrong.append(f"{path} does not match its checksum")
+        return wrong
+
     @retried
     def download(self, relative: str, target: Path | str) -> None:
         """Copies a file to a local path. Raises FileNotFoundError."""
@@ -303,7 +336,7 @@ class Store:
         for folder in folders:
             os.makedirs(folder, exist_ok=True)
         try:
-            with ThreadPoolExecutor(1, "sync") as syncs, ExitStack() as stack:
+            with naming_full_disk(folders[0]), ThreadPoolExecutor(1, "sync") as syncs, ExitStack() as stack:
                 opened = {r: stack.enter_context(open(path + suffix, "wb")) for r, path in targets.items()}
                 streams = {relative: HashedStream(stream, syncs=syncs) for relative, stream in opened.items()}
                 yield streams

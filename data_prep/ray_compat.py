@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import posixpath
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from data_prep.files import Store
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     import ray.data
 
 _SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's record of committed checkpoints
+# What it also lists: validations that Ray itself would do.
+_EMPTY_LISTS = (
+    *("pending_training_results", "pending_validation_specs", "validated_checkpoint_dir_names"),
+    *("timed_out_validation_checkpoint_dir_names", "failed_validation_checkpoint_dir_names"),
+)
+CHECKSUMS = "checksums.json"  # in a checkpoint's folder: its files, and what was measured there
 _ANSWER_SEC = 1.0  # how long Ray's autoscaler may take to answer; a cluster may also have no machine yet
 _STEP_SEC = 0.02  # shortest time between two steps of Ray Data's scheduling
 
@@ -68,10 +75,83 @@ def set_num_cpus(rows: ray.data.Dataset, num_cpus: float) -> None:
     rows._logical_plan.dag.ray_remote_args["num_cpus"] = num_cpus
 
 
-def committed_checkpoint(store: Store, run_name: str) -> str | None:
-    """Folder name of the last checkpoint that Ray Train has committed under this run name; None without one."""
-    path = posixpath.join(run_name, _SNAPSHOT)
-    if not store.exists(path):
+def seal_checkpoint(folder: Store, metrics: Mapping[str, float]) -> None:
+    """Lists a checkpoint's files with their checksums; written last."""
+    folder.write_text(CHECKSUMS, json.dumps({"files": folder.checksums(), "metrics": dict(metrics)}, indent=1))
+
+
+def check_checkpoint(folder: Store, *, hashed: bool = True) -> tuple[Sequence[str], dict[str, Any]]:
+    """(what is wrong with a checkpoint, the content of its list). That of an older version has no list: nothing is."""
+    try:
+        sealed = json.loads(folder.read_bytes(CHECKSUMS))
+        return folder.problems(sealed["files"], hashed=hashed), sealed
+    except FileNotFoundError:
+        return [], {}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return [f"{CHECKSUMS} is not readable"], {}
+
+
+def copy_checkpoints(source: Store, target: Store) -> None:
+    """A run's checkpoints and then its record to a run on the same storage, unless that has a record already."""
+    if target.exists(_SNAPSHOT):
+        return
+    for file in sorted(source.walk(), key=lambda file: file.path == _SNAPSHOT):
+        if file.path == _SNAPSHOT or file.path.startswith("step-"):
+            target.filesystem.create_dir(posixpath.dirname(target.path(file.path)))
+            source.filesystem.copy_file(source.path(file.path), target.path(file.path))
+
+
+def keep_intact_checkpoints(run: Store, *, score: str) -> tuple[int, list[str]]:
+    """Before Ray Train resumes a run from its folder: writes its record anew, of the intact checkpoints alone.
+
+    score: key of their metrics, where less is better. Returns the step of the newest, which Ray resumes from (0: there
+    is none), and a line for each damaged one, which is set aside. The newest is read as a whole; of older ones the
+    sizes must do.
+    """
+    results, lines = list[dict[str, Any]](), list[str]()
+    record = _record(run)
+    committed = {each["checkpoint_dir_name"]: each["metrics"] for each in (record or {}).get("checkpoint_results", ())}
+    folders = {entry.path for entry in run.list() if entry.is_folder and entry.path.startswith("step-")}
+    lines += [f"{name} is missing" for name in sorted(committed.keys() - folders)]
+    for name in sorted(folders, reverse=True):
+        problems, sealed = check_checkpoint(run.sub(name), hashed=not results)
+        metrics = sealed.get("metrics") or committed.get(name)
+        if metrics and not problems:
+            results.append({"checkpoint_dir_name": name, "metrics": metrics})
+            continue
+        if record is None or name in committed:  # else its writer was killed
+            aside = f"damaged-{name}"
+            lines.append(f"{name} is damaged ({(problems or ['it has no checksums'])[0]}) and set aside as {aside}")
+            run.delete(aside)
+            run.filesystem.create_dir(run.path(aside))
+            for file in run.walk(name):
+                run.filesystem.move(run.path(file.path), run.path(posixpath.join(aside, posixpath.basename(file.path))))
+        run.delete(name)
+    if not results:
+        run.delete(_SNAPSHOT)
+        return 0, lines
+    latest, step = results[0], _step(results[0])
+    results.sort(key=lambda each: (-each["metrics"][score], each["checkpoint_dir_name"]))  # the best comes last
+    state = {
+        "checkpoint_results": results,
+        "checkpoint_report_indices": [_step(each) for each in results],
+        "latest_checkpoint_result": latest,
+        "current_report_index": step + 1,
+    }
+    run.write_text(_SNAPSHOT, json.dumps(dict.fromkeys(_EMPTY_LISTS, ()) | state))
+    return step, lines
+
+
+def _step(result: Mapping[str, Any]) -> int:
+    return int(result["checkpoint_dir_name"].rsplit("-", 1)[1])
+
+
+def _record(run: Store) -> dict[str, Any] | None:
+    """Ray Train's record of a run; {} before its first checkpoint, None if it is damaged."""
+    try:
+        record = json.loads(run.read_bytes(_SNAPSHOT))
+    except FileNotFoundError:
+        return {}
+    except ValueError:
         return None
-    latest = json.loads(store.read_bytes(path))["latest_checkpoint_result"]
-    return None if latest is None else latest["checkpoint_dir_name"]
+    return record if isinstance(record, dict) else None

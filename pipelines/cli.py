@@ -15,15 +15,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from data_prep.files import UserError, printable
+from data_prep.files import FULL_DISK, UserError, printable
 from pipelines import cluster, inspection, pipeline
 from pipelines.config import ExperimentConfig, UserImages, nearest, stage_names, train_node
 from pipelines.dag.fingerprint import canonical
 from pipelines.dag.masking import masked_output
 from pipelines.loading import key_of, load, preset_names
-from pipelines.start import start
+from pipelines.start import check_photos, start
 
-UNUSABLE = 2
+FULL, UNUSABLE = 1, 2
 INTERRUPTED = 130  # what shells make of SIGINT
 CHOICES = {"--only": "only", "--rerun": "rerun", "--keep": "keep", "--from": "start_from"}
 
@@ -57,6 +57,12 @@ def run_guarded(command: Callable[[], int]) -> int:
         except UserError as error:
             print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
             return UNUSABLE
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
+            where = printable(str(error.filename or "a disk"))
+            print(f"error: no space left on {where}; the same command resumes once there is room", file=sys.stderr)
+            return FULL
         except KeyboardInterrupt as error:
             why = f": {printable(str(error))}" if str(error) else ""
             print(f"interrupted{why}; the same command resumes from here", file=sys.stderr)
@@ -112,7 +118,7 @@ def _main(arguments: argparse.Namespace, only: tuple[str, ...]) -> int:
                 if chosen.get(key):
                     raise UserError(f"{option} {chosen[key][0]} excludes --{look.replace('_', '-')}: leave one out")
             return does(arguments)
-    config = load(arguments.config, arguments.overrides)
+    config = _load(arguments)
     images = _user_images(config, only)
     if "stage" in given:
         only = (train_node(_known_stage(config, arguments.stage)),)
@@ -121,8 +127,15 @@ def _main(arguments: argparse.Namespace, only: tuple[str, ...]) -> int:
     return start(config, **{"only": only, **chosen}, dry_run=arguments.dry_run, images=images)
 
 
-def _config_of_pipeline(arguments: argparse.Namespace) -> ExperimentConfig:
+def _load(arguments: argparse.Namespace) -> ExperimentConfig:
     config = load(arguments.config, arguments.overrides)
+    if "data.root" not in map(key_of, arguments.overrides):
+        check_photos(config)
+    return config
+
+
+def _config_of_pipeline(arguments: argparse.Namespace) -> ExperimentConfig:
+    config = _load(arguments)
     _user_images(config, ())  # refuses them
     print_notes(config, arguments, reads=what_runs)
     return config

@@ -9,12 +9,12 @@ from data_prep.files import UserError, join, printable
 from data_prep.lock import Lock
 from data_prep.parquet import open_dataset
 from data_prep.verify import counts, verify
-from pipelines import pipeline
+from pipelines import pipeline, tracking
 from pipelines.config import ExperimentConfig
 from pipelines.dag import plan as planning
 from pipelines.dag import status
 from pipelines.dag.progress import Display, Update
-from pipelines.start import locked, reading, run_folder
+from pipelines.start import locked, nodes_of, reading, run_folder
 
 DONE, DAMAGED = 0, 1
 
@@ -22,7 +22,7 @@ DONE, DAMAGED = 0, 1
 def show_status(config: ExperimentConfig) -> int:
     """Prints what the run folder holds of every node. Needs neither Ray nor MLflow."""
     store = run_folder(config)
-    nodes = pipeline.nodes(config)
+    nodes = nodes_of(config, store)
     with reading(store):
         table = status.lines(planning.plan(nodes, store, sources=pipeline.SOURCES))
     print("\n".join([f"run folder: {store.uri}", *table]))
@@ -35,11 +35,15 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
     Raises UserError when they are to be deleted while a start uses the run folder.
     """
     store = run_folder(config)
-    nodes = pipeline.nodes(config)
+    nodes = nodes_of(config, store)
     with locked(Lock(store)) if delete and store.list("nodes") else contextlib.nullcontext():
         with reading(store):
             holder = None if delete else Lock(store).holder()
-            found = status.find_garbage(planning.plan(nodes, store, sources=pipeline.SOURCES), holder=holder)
+            plan = planning.plan(nodes, store, sources=pipeline.SOURCES)
+            if found := status.find_garbage(plan, holder=holder):  # else there is no need to ask MLflow
+                uri, _ = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
+                named = tracking.attempts_with_alias(uri, experiment=config.name)
+                found = status.find_garbage(plan, holder=holder, named=named)
         print("\n".join([f"run folder: {store.uri}", *(each.line for each in found)]))
         if delete:
             status.delete(store, found)
@@ -69,7 +73,7 @@ def verify_dataset(uri: str) -> int:
 def dataset_of(config: ExperimentConfig) -> str:
     """URI of the dataset that the config's nodes would read now. Raises UserError when it is not built."""
     store, node = run_folder(config), "prepare_data"
-    decision = planning.plan(pipeline.nodes(config), store, sources=pipeline.SOURCES, only=[node])[node]
+    decision = planning.plan(nodes_of(config, store), store, sources=pipeline.SOURCES, only=[node])[node]
     if decision.success is None:
         raise UserError(f"--verify: config {config.name} has no finished dataset ({decision.reason}); build it first")
     output = decision.success.output(store)

@@ -7,7 +7,7 @@ prepare_data -> train_<stage> (one each) -> evaluate, sample -> report
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data_prep.config import DataConfig
@@ -36,9 +36,9 @@ from pipelines.config import (
     stage_names,
     train_node,
 )
-from pipelines.dag.fingerprint import Sources, digest
+from pipelines.dag.fingerprint import Sources, digest, flatten
 from pipelines.dag.masking import mask_uris
-from pipelines.dag.node import Node
+from pipelines.dag.node import EXTEND, KEEP, Node
 from pipelines.loading import preset_names, to_yaml
 
 # Of a train node's output, what networks are loaded from: no optimiser state, no learning curve.
@@ -66,20 +66,28 @@ NOT_SEMANTIC = {
 SOURCES = Sources(ROOT, ("spn", "data_prep", "pipelines"), frozenset(NOT_SEMANTIC))
 
 
-def nodes(config: ExperimentConfig, *, images: UserImages | None = None, listed: bool = True) -> list[Node]:
+class Unreadable(UserError):
+    """The raw images cannot be listed."""
+
+
+def nodes(
+    config: ExperimentConfig, *, images: UserImages | None = None, listed: bool = True, unreadable: str = ""
+) -> list[Node]:
     """All nodes of the pipeline; with the user's images the one that reads them, and those upstream of it.
 
     listed: whether the raw images are listed and weights to start from are read, which fingerprints need. Raises
-    UserError where there are no images, or where the dataset has the id of another.
+    Unreadable where there are no images, or where the dataset has the id of another; `unreadable`, its message, makes a
+    finished dataset do.
     """
-    reader, source = _listing(config.data) if listed else ("", "")
+    reader, source = _listing(config.data) if listed and not unreadable else ("", "")
+    prepare = dataclasses.replace(_prepare_data(config, reader, source), unreadable=unreadable)
     if images is not None:
         reads_them = _score_images if images.node == SCORE_IMAGES else _sample_images
         trains = [_train(config, stage, listed) for stage in images.stages]
-        return [_prepare_data(config, reader, source), *trains, reads_them(config, images)]
+        return [prepare, *trains, reads_them(config, images)]
     stages = stage_names(config)
     return [
-        _prepare_data(config, reader, source),
+        prepare,
         *(_train(config, stage, listed) for stage in stages),
         _evaluate(config, stages),
         _sample(config, stages),
@@ -93,11 +101,11 @@ def _listing(data: DataConfig) -> tuple[str, str]:
         name, listing_hash = identify(data)
         check_id(data, name)
     except OSError as error:
-        raise UserError(f"data.root is {data.root!r}; it cannot be read: {error}") from error
+        raise Unreadable(f"data.root is {data.root!r}; it cannot be read: {error}") from error
     except Unplannable as error:
-        raise UserError(f"data.{error}") from error
+        raise Unreadable(f"data.{error}") from error
     except ValueError as error:
-        raise UserError(f"data.root: {error}") from error
+        raise Unreadable(f"data.root: {error}") from error
     return f"data_prep.sources.{name}", listing_hash
 
 
@@ -165,10 +173,27 @@ def _train(config: ExperimentConfig, stage: str, listed: bool) -> Node:
             resources=resources,
             samples=samples,
         ),
+        reuse=_finished_training,
         source=_start_weights(train.init_from) if listed and train.init_from is not None else "",
         tags={"stage": stage},
         **node,
     )
+
+
+def _finished_training(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """What a finished training is worth under another config: KEEP, EXTEND, why the steps begin anew, or nothing."""
+    before, after = flatten(old), flatten(new)
+    changed = {key for key in {*before, *after} if before.get(key) != after.get(key)}
+    num_steps = "train.num_steps"
+    if changed - {num_steps, "train.checkpoint_every_steps"}:
+        return ""
+    if num_steps not in changed:
+        return KEEP
+    if after[num_steps] < before[num_steps]:
+        return "a shorter training would have stopped before the finished one did"
+    if new["train"]["schedule"] != "piecewise":  # its rates are those of the step alone
+        return f"the rates of train.schedule={new['train']['schedule']} depend on {num_steps}"
+    return EXTEND
 
 
 def _evaluate(config: ExperimentConfig, stages: list[str]) -> Node:

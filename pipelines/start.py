@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import yaml
 from rich.console import Console
 from rich.table import Table
 
-from data_prep.files import Store, UserError, join, open_store
+from data_prep.files import FULL_DISK, Store, UserError, join, naming_full_disk, open_store
 from data_prep.lock import Lock, described, refusal_to_share
 from data_prep.parquet import open_dataset
 from data_prep.verify import counts
@@ -21,6 +22,7 @@ from pipelines.dag import plan as planning
 from pipelines.dag import run as running
 from pipelines.dag.attempts import ERROR
 from pipelines.dag.masking import mask_uris
+from pipelines.dag.node import Node
 from pipelines.dag.progress import Display
 from pipelines.loading import resolve_storage, to_yaml
 
@@ -48,7 +50,7 @@ def start(
     # Before the raw images are listed: a name needs no data.
     names = [node.name for node in pipeline.nodes(config, images=images, listed=False)]
     planning.check_names(names, only=only, **chosen)
-    nodes = pipeline.nodes(config, images=images)
+    nodes = nodes_of(config, store, images=images)
 
     def make_plan() -> planning.Plan:
         return planning.plan(nodes, store, sources=pipeline.SOURCES, only=only, **chosen)
@@ -211,12 +213,12 @@ def run_folder(config: ExperimentConfig) -> Store:
     return store
 
 
-def check_run_folder(store: Store, *, name: str) -> None:
-    """Raises UserError when the run folder was made by a config of another name, or is none."""
+def check_run_folder(store: Store, *, name: str) -> dict[str, Any]:
+    """Its config.yaml, {} in a new one. Raises UserError when it was made by a config of another name, or is none."""
     try:
         content = yaml.safe_load(store.read_bytes(MARKER))
-    except FileNotFoundError:  # a new one
-        return
+    except FileNotFoundError:
+        return {}
     except (yaml.YAMLError, UnicodeDecodeError):
         content = None
     owner = content.get("name") if isinstance(content, dict) else None
@@ -224,6 +226,36 @@ def check_run_folder(store: Store, *, name: str) -> None:
         raise UserError(f"{store.uri_of(MARKER)} has no config name: {store.uri} does not look like a run folder")
     if owner != name:
         raise UserError(f"{store.uri} is the run folder of config {owner!r}, not of {name!r}; choose another storage")
+    return content
+
+
+def check_photos(config: ExperimentConfig) -> None:
+    """Raises UserError when the run folder was made from other photos, as it seems if overrides were forgotten."""
+    store = run_folder(config)
+    made_from, now = _roots(store, config)
+    if made_from not in (None, now):
+        raise UserError(
+            f"{store.uri} was made from data.root={made_from}, this command has data.root={now}: add "
+            f"--config {store.uri_of(MARKER)} to go on with those photos, or data.root=... to say that you mean others"
+        )
+
+
+def nodes_of(config: ExperimentConfig, store: Store, *, images: UserImages | None = None) -> list[Node]:
+    """The config's nodes. A run folder whose photos are gone since does with the dataset that it has."""
+    try:
+        return pipeline.nodes(config, images=images)
+    except pipeline.Unreadable as error:
+        made_from, now = _roots(store, config)
+        if made_from != now:
+            raise
+        return pipeline.nodes(config, images=images, unreadable=str(error))
+
+
+def _roots(store: Store, config: ExperimentConfig) -> tuple[str | None, str]:
+    """data.root of the config that the run folder was made with last (None in a new one), and of this one."""
+    with reading(store):
+        data = check_run_folder(store, name=config.name).get("data")
+    return str(data.get("root")) if isinstance(data, dict) else None, mask_uris(str(config.data.root))
 
 
 def claim_run_folder(store: Store, *, name: str, config_yaml: str) -> None:
@@ -234,19 +266,20 @@ def claim_run_folder(store: Store, *, name: str, config_yaml: str) -> None:
 
 
 @contextlib.contextmanager
-def reading(store: Store) -> Iterator[None]:
+def reading(store: Store, *, what: str = "read") -> Iterator[None]:
     try:
-        yield
+        with naming_full_disk(store.uri):
+            yield
     except OSError as error:
-        raise UserError(f"cannot read the run folder {store.uri}: {error.strerror or error}") from error
+        if error.errno in FULL_DISK:
+            raise
+        raise UserError(f"cannot {what} the run folder {store.uri}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
 def locked(lock: Lock) -> Iterator[None]:
-    try:
+    with reading(lock.store, what="write to"):
         lock.acquire()
-    except OSError as error:
-        raise UserError(f"cannot write to the run folder {lock.store.uri}: {error.strerror or error}") from error
     try:
         yield
     finally:

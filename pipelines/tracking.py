@@ -12,21 +12,23 @@ the `NodeRun` that it opens.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import json
 import logging
 import os
+import sqlite3
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urlsplit
 
-from data_prep.files import Store
+from data_prep.files import Store, UserError
 from pipelines.dag import fingerprint
 from pipelines.dag.masking import mask, mask_uris, plain_uri
 
@@ -52,6 +54,7 @@ _SETTINGS = {
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
 }
 PAUSE_SEC = 60.0  # for which a server that failed is not called
+LOCKED_SEC = 2.0  # longest wait for a SQLite file that another process has locked
 CLOSE_SEC = 20.0  # longest wait for the metrics in MLflow's queue when a run is closed
 KILLED_SEC = 1.0  # longest wait of a launch that was stopped: Ray kills a stopped job 3 s after SIGTERM
 _PARAM_CHARS, _TAG_CHARS, _METRIC_BATCH = 500, 5000, 1000  # MLflow's limits
@@ -113,19 +116,46 @@ def _take_login(uri: str) -> str:
 
 
 def make_client(uri: str) -> MlflowClient:
-    """Raises ConnectionError for a SQLite file that does not exist: opening it would create an empty one."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
-    file = _sqlite_file(uri)
-    if file and not file.exists():
-        raise ConnectionError(f"{uri} is not on this machine; set MLFLOW_TRACKING_URI to a server for several machines")
     from mlflow.tracking import MlflowClient
 
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # likewise: it prints whole tracebacks
     logging.getLogger("mlflow.system_metrics").setLevel(logging.CRITICAL)  # one warning is enough: `_Server.failed`
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
-    return MlflowClient(tracking_uri=uri)
+    file = _sqlite_file(uri)
+    with _alone_in(file.parent) if file else contextlib.nullcontext():  # a new database gets its tables here
+        return MlflowClient(tracking_uri=uri)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Other processes that come here wait. On filesystems without such locks nobody waits."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _check_usable(uri: str) -> None:
+    """Raises ConnectionError for a SQLite file that is missing (opening it creates one), locked or damaged.
+
+    MLflow itself would retry for minutes.
+    """
+    file = _sqlite_file(uri)
+    if file is None:
+        return
+    if not file.exists():
+        raise ConnectionError(f"{uri} is not on this machine; set MLFLOW_TRACKING_URI to a server for several machines")
+    try:
+        with contextlib.closing(sqlite3.connect(file, timeout=LOCKED_SEC)) as database:
+            database.execute("BEGIN IMMEDIATE")
+    except sqlite3.Error as error:
+        raise ConnectionError(str(error)) from error
 
 
 class _Server:
@@ -141,6 +171,7 @@ class _Server:
         if time.monotonic() < self._paused_until and not even_if_paused:
             return False
         try:
+            _check_usable(self.uri)
             if self._client is None:
                 self._client = make_client(self.uri)
             call(self._client)
@@ -475,11 +506,15 @@ class Ledger:
             found = client.get_experiment_by_name(self.experiment)
             if found is None:
                 place = Path(self.artifacts).absolute().as_uri() if self.artifacts else None
-                self.experiment_id = client.create_experiment(self.experiment, artifact_location=place)
-            else:
-                if found.lifecycle_stage == "deleted":
-                    client.restore_experiment(found.experiment_id)
-                self.experiment_id = found.experiment_id
+                try:
+                    client.create_experiment(self.experiment, artifact_location=place)
+                except Exception:  # has another start made it in this moment?
+                    if client.get_experiment_by_name(self.experiment) is None:
+                        raise
+                found = client.get_experiment_by_name(self.experiment)
+            elif found.lifecycle_stage == "deleted":
+                client.restore_experiment(found.experiment_id)
+            self.experiment_id = found.experiment_id
         self._calls[0](client)
 
 
@@ -578,6 +613,21 @@ def register(client: MlflowClient, run_id: str, model: StageModel) -> str:
     if moves:
         client.set_registered_model_alias(name, CHAMPION, version)
     return str(version)
+
+
+def attempts_with_alias(uri: str, *, experiment: str) -> set[str]:
+    """Attempts whose model versions have an alias. Raises UserError if MLflow does not say."""
+    if (file := _sqlite_file(uri)) and not file.exists():
+        return set()
+    try:
+        _check_usable(uri)
+        client = make_client(uri)
+        models = client.search_registered_models(filter_string=f"name LIKE '{experiment}.%'", max_results=1000)
+        named = {(model.name, version) for model in models for version in model.aliases.values()}
+        return {client.get_model_version(*each).tags.get(ATTEMPT, "") for each in named}
+    except Exception as error:
+        why = next(iter(str(error).splitlines()), "")
+        raise UserError(f"MLflow at {uri} does not say which model versions have an alias ({why})") from error
 
 
 def judge(model: StageModel, champion: dict[str, str] | None) -> tuple[bool, str]:

@@ -136,17 +136,9 @@ def history(store: Store, node: str) -> list[Attempt]:
     return sorted(found, key=lambda a: (a.attempt, not (a.success and a.success.adopted)), reverse=True)
 
 
-def problems(store: Store, success: Success) -> list[str]:
+def problems(store: Store, success: Success) -> Sequence[str]:
     """Files that are missing or have another size than _SUCCESS.json says."""
-    present = {entry.path: entry.bytes for entry in store.walk(success.folder)}
-    wrong = []
-    for relative, expected in success.outputs.items():
-        path = posixpath.join(success.folder, relative)
-        if path not in present:
-            wrong.append(f"{relative} is missing")
-        elif present[path] != expected["bytes"]:
-            wrong.append(f"{relative} has {present[path]} bytes instead of {expected['bytes']}")
-    return wrong
+    return store.sub(success.folder).problems(success.outputs)
 
 
 def intact(store: Store, past: Iterable[Attempt]) -> Iterator[Success]:

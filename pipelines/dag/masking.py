@@ -58,7 +58,8 @@ class Masked:
     def write(self, text: str) -> int:
         masked = mask(text)
         if self._copy is not None and not self._copy.closed:  # a thread may print after its node has ended
-            self._copy.write(masked)
+            with contextlib.suppress(OSError):  # its disk is full: what it says still reaches the stream
+                self._copy.write(masked)
         self._stream.write(masked)
         return len(text)
 

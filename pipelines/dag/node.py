@@ -5,7 +5,7 @@ Node functions import from here and from nowhere else in the engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pipelines.dag.progress import Reporter
 
 ConfigT = TypeVar("ConfigT")
+KEEP, EXTEND = "keep", "extend"  # a finished output under another config: it is as good, or the node can start from it
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class Node:
     cost: Mapping[str, float] = field(default_factory=dict)  # all that the node occupies, its workers included
     max_failures: int = 0  # how often it is retried after an infrastructure fault
     retry_wait_sec: float = 0.0  # before the first retry; doubles with each further one
+    unreadable: str = ""  # why the external files cannot be listed: then any output of this config stays valid
+    # (config of a finished output, present config) -> KEEP, EXTEND, why neither, or "": no relation.
+    reuse: Callable[[Mapping[str, Any], Mapping[str, Any]], str] | None = None
     resumable: bool = False  # a retry or a later start continues the newest unfinished attempt
     tags: Mapping[str, str] = field(default_factory=dict)  # more tags of its tracked run, e.g. {"stage": ...}
 
@@ -75,6 +79,7 @@ class NodeContext(Generic[ConfigT]):
     out: str  # absolute path or URI of the attempt's folder, which exists if local
     run: Any  # a RunHandle, with whatever else node functions log through
     progress: Reporter
+    extends: NodeOutput | None = None  # a finished output to start from
     restarts: int = 0  # how often it was started before under the same fingerprint without finishing
 
 

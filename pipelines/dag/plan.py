@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,9 +11,9 @@ from data_prep.files import Store, UserError
 from pipelines.dag import attempts, fingerprint
 from pipelines.dag.attempts import Attempt, Success, age
 from pipelines.dag.fingerprint import Sources
-from pipelines.dag.node import Node
+from pipelines.dag.node import EXTEND, KEEP, Node
 
-RUN, SKIP, KEEP, WAIT, NOT_SELECTED = "run", "skip", "keep", "wait", "not selected"
+RUN, SKIP, WAIT, NOT_SELECTED = "run", "skip", "wait", "not selected"
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Decision:
     attempt: str | None = None  # unfinished attempt to continue
     follows: str | None = None  # unfinished attempt of this fingerprint, continued or not: its tracked run continues
     success: Success | None = None
+    extends: Success | None = None  # finished output that a new attempt starts from
     known_attempts: tuple[str, ...] = ()  # all attempt ids so far; a new one must sort after them
 
 
@@ -123,6 +124,12 @@ def decide(node: Node, upstream: Mapping[str, Success], plan: Plan) -> Decision:
         "known_attempts": tuple(a.attempt for a in past),
     }
     here = [attempt for attempt in past if attempt.fingerprint == name]
+    if node.unreadable:
+        made = (s for s in attempts.intact(store, past) if s.ingredients["config"] == parts["config"])
+        if node.name in plan.rerun or (current := next(made, None)) is None:
+            raise UserError(node.unreadable)
+        reason = f"{_up_to_date(current, upstream)}; {node.unreadable}"
+        return Decision(node, SKIP, reason, current.fingerprint, current.ingredients, success=current)
     if node.name in plan.rerun:
         return Decision(node, RUN, f"requested by {plan.rerun[node.name]}", **facts)
     if current := next(attempts.intact(store, here), None):
@@ -131,13 +138,30 @@ def decide(node: Node, upstream: Mapping[str, Success], plan: Plan) -> Decision:
         kept = _newest(store, past, node)
         change = fingerprint.explain(kept.ingredients, parts)
         return Decision(node, KEEP, f"attempt {kept.attempt} by --keep, in spite of: {change}", success=kept, **facts)
+    how, reusable = _reusable(node, attempts.intact(store, past), parts)
+    if how == KEEP and reusable is not None:
+        change = fingerprint.explain(reusable.ingredients, parts)
+        return Decision(node, KEEP, f"attempt {reusable.attempt} is as good: {change}", success=reusable, **facts)
+    extends = reusable if how == EXTEND else None
     unfinished = next((a for a in here if a.success is None and not a.damage), None)
     if unfinished is not None:
         what = "failed" if unfinished.failed else "was interrupted"
         reason = f"attempt {unfinished.attempt} {what}; {'continues it' if node.resumable else 'starts over'}"
         continued = unfinished.attempt if node.resumable else None
-        return Decision(node, RUN, reason, attempt=continued, follows=unfinished.attempt, **facts)
-    return Decision(node, RUN, _damage(store, here) or _why_new(past, parts), **facts)
+        return Decision(node, RUN, reason, attempt=continued, follows=unfinished.attempt, extends=extends, **facts)
+    reason = _damage(store, here) or _why_new(past, parts)
+    if how and reusable is not None:
+        reason += f"; extends attempt {reusable.attempt}" if extends else f"; from the beginning, because {how}"
+    return Decision(node, RUN, reason, extends=extends, **facts)
+
+
+def _reusable(node: Node, made: Iterable[Success], parts: Mapping[str, Any]) -> tuple[str, Success | None]:
+    """(KEEP, EXTEND or why neither, finished output): the best of those that differ in their config alone."""
+    if node.reuse is None:
+        return "", None
+    alike = [s for s in made if {**s.ingredients, "config": None} == {**parts, "config": None}]
+    found = [(node.reuse(success.ingredients["config"], parts["config"]), success) for success in alike]
+    return max(found, key=lambda each: (each[0] == KEEP, each[0] == EXTEND, each[0] != ""), default=("", None))
 
 
 def _before_upstream(node: Node, known: Mapping[str, Success], unknown: Sequence[str], plan: Plan) -> Decision:

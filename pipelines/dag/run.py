@@ -21,8 +21,8 @@ from data_prep.files import UserError
 from data_prep.lock import Lock
 from pipelines.dag import attempts, fingerprint
 from pipelines.dag.attempts import Success
-from pipelines.dag.node import NodeContext, RunHandle, Tracker
-from pipelines.dag.plan import KEEP, NOT_SELECTED, RUN, SKIP, Decision, Plan, decide
+from pipelines.dag.node import KEEP, NodeContext, RunHandle, Tracker
+from pipelines.dag.plan import NOT_SELECTED, RUN, SKIP, Decision, Plan, decide
 from pipelines.dag.progress import Display, Hub, clock
 from pipelines.dag.task import Outcome, Task, adopt, execute, failed, one_line
 
@@ -272,6 +272,7 @@ class _Engine:
             out=store.uri_of(folder),
             run=handle,
             progress=self.hub.reporter(node.name),
+            extends=decision.extends.output(store) if decision.extends else None,
             restarts=len(starts),
         )
         upstream = {need: self.made[need].attempt for need in node.needs}

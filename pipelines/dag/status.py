@@ -2,9 +2,9 @@
 
 Both read storage and source files only, and may be used at any time, also while a launch is running.
 
-Garbage is every attempt but these: those that the present plan uses or would continue, every node's newest attempt and
-newest finished output (`--keep` may adopt it), and all that these were made from, unless another attempt that stays
-holds equal files. Files outside of attempts are left alone.
+Garbage is every attempt but these: those that the present plan uses or would continue, every node's newest attempt, its
+newest finished output of each configuration, attempts that the caller names, and all that these were made from, unless
+another attempt that stays holds equal files. Files outside of attempts are left alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import posixpath
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -21,6 +21,8 @@ from data_prep.files import Store
 from data_prep.lock import Lock, described
 from pipelines.dag import attempts
 from pipelines.dag.attempts import SUCCESS, Attempt, Success
+from pipelines.dag.fingerprint import digest
+from pipelines.dag.node import KEEP
 from pipelines.dag.plan import SKIP, WAIT, Decision, Plan
 
 COLUMNS = ("node", "state", "MLflow run", "fingerprint", "age", "next start")
@@ -44,7 +46,7 @@ def node_names(store: Store) -> list[str]:
 
 def _row(decision: Decision, plan: Plan, holder: Mapping[str, Any] | None) -> tuple[str, ...]:
     name, success = decision.node.name, decision.success
-    if decision.action == SKIP and success is not None:
+    if decision.action in (SKIP, KEEP) and success is not None:
         shown = (success.mlflow_run_id or "-", success.fingerprint, attempts.age(success.finished))
         return (name, "up to date", *shown, "skips it")
     past = attempts.history(plan.store, name)
@@ -102,11 +104,12 @@ class Garbage:
         return f"{a.node}  {a.fingerprint}/{a.attempt}  {a.state}, {a.age}  {self.bytes:,} bytes"
 
 
-def find_garbage(plan: Plan, *, holder: Mapping[str, Any] | None = None) -> list[Garbage]:
-    """holder: of the run folder's lock; nothing is listed that is as new as its start."""
+def find_garbage(plan: Plan, *, holder: Mapping[str, Any] | None = None, named: Container[str] = ()) -> list[Garbage]:
+    """holder: of the run folder's lock; nothing is listed that is as new as its start. named: ids of attempts that
+    others refer to."""
     store = plan.store
     past = {node: attempts.history(store, node) for node in node_names(store)}
-    kept = _kept(plan, past)
+    kept = _kept(plan, past, named)
     since = None if holder is None else datetime.fromtimestamp(int(holder.get("since", 0.0)), tz=UTC)
     found = []
     for attempt in itertools.chain.from_iterable(past.values()):
@@ -126,15 +129,18 @@ def delete(store: Store, garbage: Iterable[Garbage]) -> None:
                 store.delete(above)
 
 
-def _kept(plan: Plan, past: Mapping[str, list[Attempt]]) -> set[str]:
+def _kept(plan: Plan, past: Mapping[str, list[Attempt]], named: Container[str]) -> set[str]:
     """Folders of all attempts that must stay."""
     queue: deque[tuple[str, str]] = deque()  # (node, attempt id)
     for decision in plan.decisions:
         used = (decision.success.attempt if decision.success else None, decision.attempt, decision.follows)
         queue += [(decision.node.name, attempt) for attempt in used if attempt is not None]
     for node, found in past.items():
-        queue += [(node, attempt.attempt) for attempt in found[:1]]
-        queue += [(node, success.attempt) for success in itertools.islice(attempts.intact(plan.store, found), 1)]
+        configs = {
+            digest(made.ingredients.get("config")): made.attempt for made in attempts.intact(plan.store, found[::-1])
+        }
+        queue += [(node, each) for each in (found[0].attempt, *configs.values()) if found]
+        queue += [(node, each.attempt) for each in found if each.attempt in named]
     kept: set[str] = set()
     seen: set[tuple[str, str]] = set()
     while queue:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.files import Store, UserError, is_transient, printable
+from data_prep.files import Store, UserError, is_transient, naming_full_disk, printable
 from pipelines.dag import attempts, fingerprint
 from pipelines.dag.attempts import Success
 from pipelines.dag.masking import Masked, mask
@@ -78,7 +78,7 @@ def execute(task: Task) -> Outcome:
     if local is not None:
         local.mkdir(parents=True, exist_ok=True)
     store.delete(posixpath.join(task.folder, attempts.ERROR))
-    with kept_log(store, posixpath.join(task.folder, attempts.LOG)):
+    with naming_full_disk(context.out), kept_log(store, posixpath.join(task.folder, attempts.LOG)):
         try:
             if context.restarts:
                 with context.run.open() as run:
@@ -88,7 +88,8 @@ def execute(task: Task) -> Outcome:
             root = Path(sys.modules[module.partition(".")[0]].__file__ or "").resolve().parents[1]  # on this machine
             if changed := fingerprint.changed(task.ingredients.get("code", {}), root):
                 raise UserError(f"the code changed since this launch ({', '.join(changed)}); start again")
-            result = call(context)
+            with naming_full_disk(context.out):
+                result = call(context)
             assert isinstance(result, NodeResult), f"{task.function} returned {type(result).__name__}, not a NodeResult"
             outputs = attempts.measure(store, task.folder, result.outputs, result.sha256)
         except Exception as error:

@@ -9,6 +9,7 @@ storage under this name, and one that is finished trains no further.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import posixpath
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from data_prep import ray_compat
-from data_prep.files import Store, UserError, join, open_store
+from data_prep.files import Store, UserError, join, naming_full_disk, open_store
 from data_prep.ingest import collate, train_stream
 from data_prep.parquet import draws, open_dataset
 from pipelines.config import TrainNodeConfig
@@ -45,6 +46,7 @@ from spn.training import Batch, TrainState, batch_nats, fit
 
 HISTORY = "history.json"  # all that was logged: of the whole training, and beside each checkpoint up to it
 MICRO_BATCH = "micro_batch.json"  # what was found at the start of the attempt
+SCORE = "valid/bits_per_dim"
 SAMPLES = "training_samples"  # key of the grids in MLflow
 
 
@@ -58,8 +60,15 @@ def run(context: NodeContext[TrainNodeConfig]) -> NodeResult:
             raise UserError(f"{key}: {dataset.uri} has no {split} images; training and validation need some")
     store = open_store(context.out)
     name = f"{config.stage}-{context.fingerprint}-{context.attempt}"
+    if context.extends is not None:
+        base = posixpath.dirname(context.extends.named["checkpoint"])
+        ray_compat.copy_checkpoints(open_store(context.extends.uri).sub(base), store.sub(name))
+    step, lines = ray_compat.keep_intact_checkpoints(store.sub(name), score=SCORE)
+    for line in lines:
+        print(line)  # to the attempt's log, and to the screen
+        context.progress.update(0, config.train.num_steps * config.train.batch_size, unit="slices", note=line)
     # A training that has a checkpoint of its own does not read these weights again, and they may be gone.
-    if config.init_from is not None and committed_step(store, name) == 0:
+    if config.init_from is not None and step == 0:
         check_start_weights(config.init_from, config.model)
     with context.run.open() as run:
         for split, purpose in (("train", "training"), ("valid", "validation")):
@@ -67,23 +76,31 @@ def run(context: NodeContext[TrainNodeConfig]) -> NodeResult:
                 dataset, resolution=config.model.image_size, bits=config.stored_bits, split=split, context=purpose
             )
     num_valid = min(config.train.num_valid_images or dataset.num_images("valid"), dataset.num_images("valid"))
-    result = _trainer(context, store, name=name, dataset=dataset.uri, num_valid=num_valid).fit()
-    chosen, score = min(result.best_checkpoints, key=lambda item: item[1]["valid/bits_per_dim"])
-    checkpoint, last = (posixpath.join(name, posixpath.basename(found.path)) for found in (chosen, result.checkpoint))
-    history = json.loads(store.read_bytes(posixpath.join(last, HISTORY)))
+    result = _trainer(context, store, name=name, step=step, dataset=dataset.uri, num_valid=num_valid).fit()
+    history = json.loads(store.read_bytes(posixpath.join(name, posixpath.basename(result.checkpoint.path), HISTORY)))
     store.write_text(HISTORY, json.dumps(history, indent=1))
+    for found, metrics in sorted(result.best_checkpoints, key=lambda item: item[1][SCORE]):
+        checkpoint, score = posixpath.join(name, posixpath.basename(found.path)), metrics[SCORE]
+        problems, sealed = ray_compat.check_checkpoint(store.sub(checkpoint))
+        if not problems:
+            break
+        print(f"{checkpoint} is damaged ({problems[0]}): the next best is handed over")
+    else:
+        raise OSError(errno.EIO, "no checkpoint is intact", store.uri_of(name))
     with context.run.open() as run:
         run.log_text(store.read_bytes(f"{checkpoint}/{CONFIG}").decode(), CONFIG)
     metrics = {
-        "valid/bits_per_dim": score["valid/bits_per_dim"],
+        SCORE: score,
         "images_seen": float(config.train.num_steps * config.train.batch_size),
     }
-    return NodeResult(outputs={"checkpoint": checkpoint, "history": HISTORY}, metrics=metrics)
+    sha256 = {f"{checkpoint}/{file}": found["sha256"] for file, found in sealed.get("files", {}).items()}
+    return NodeResult(outputs={"checkpoint": checkpoint, "history": HISTORY}, metrics=metrics, sha256=sha256)
 
 
 def _trainer(
-    context: NodeContext[TrainNodeConfig], store: Store, *, name: str, dataset: str, num_valid: int
+    context: NodeContext[TrainNodeConfig], store: Store, *, name: str, step: int, dataset: str, num_valid: int
 ) -> TorchTrainer:
+    """step: of the checkpoint that it resumes from, where its data begins."""
     config = context.config
     resources, train = config.resources, config.train
     stream = functools.partial(
@@ -100,8 +117,7 @@ def _trainer(
     )
 
     def train_data() -> ray.data.Dataset:
-        # Called whenever the workers start: the stream begins where the last committed checkpoint stopped.
-        start, num_rows = rows_to_read(train, committed_step(store, name))
+        start, num_rows = rows_to_read(train, step)
         rows = None if resources.num_workers == 1 else train.batch_size // resources.num_workers
         return stream(split="train", start_row=start, num_rows=num_rows, rows_per_block=rows)
 
@@ -128,19 +144,13 @@ def _trainer(
             storage_filesystem=store.filesystem,
             checkpoint_config=ray.train.CheckpointConfig(
                 num_to_keep=resources.num_to_keep,
-                checkpoint_score_attribute="valid/bits_per_dim",
+                checkpoint_score_attribute=SCORE,
                 checkpoint_score_order="min",
             ),
             # The node is retried instead: Ray Train would also repeat an error of the code itself.
             failure_config=ray.train.FailureConfig(max_failures=0),
         ),
     )
-
-
-def committed_step(store: Store, name: str) -> int:
-    """Optimiser steps behind the last checkpoint that Ray Train has committed under this run name; 0 without one."""
-    checkpoint = ray_compat.committed_checkpoint(store, name)
-    return 0 if checkpoint is None else int(checkpoint.rsplit("-", 1)[1])
 
 
 def rows_to_read(train: TrainConfig, step: int) -> tuple[int, int]:
@@ -249,13 +259,18 @@ class Recorder:
         workers have nothing of their own to keep: masks of dropout follow from the micro-batches."""
         with tempfile.TemporaryDirectory() as folder:
             if self.is_first:
-                save_checkpoint(Path(folder), model=state.model, ema=state.polyak.shadow, trainer=state.trainer_dict())
-                (Path(folder) / HISTORY).write_text(json.dumps(self.history))
-            ray.train.report(
-                metrics,
-                checkpoint=ray.train.Checkpoint.from_directory(folder) if self.is_first else None,
-                checkpoint_dir_name=f"step-{state.step:08d}",
-            )
+                with naming_full_disk(folder):
+                    save_checkpoint(
+                        Path(folder), model=state.model, ema=state.polyak.shadow, trainer=state.trainer_dict()
+                    )
+                    (Path(folder) / HISTORY).write_text(json.dumps(self.history))
+                    ray_compat.seal_checkpoint(open_store(folder), metrics)
+            with naming_full_disk(self.context.out):
+                ray.train.report(
+                    metrics,
+                    checkpoint=ray.train.Checkpoint.from_directory(folder) if self.is_first else None,
+                    checkpoint_dir_name=f"step-{state.step:08d}",
+                )
 
     def draw(self, valid: ValidImages) -> None:
         """A grid of samples, if one is due."""
@@ -329,8 +344,11 @@ def recorded_micro_batch(store: Store, train: TrainConfig, *, num_workers: int) 
     """What the attempt found at its start, and on which device; None if it has not yet, or if that suits no longer."""
     if not store.exists(MICRO_BATCH):
         return None
-    found, share = json.loads(store.read_bytes(MICRO_BATCH)), train.batch_size // num_workers
-    size = found["micro_batch_size"]
+    try:
+        found = json.loads(store.read_bytes(MICRO_BATCH))
+        size, share = found["micro_batch_size"], train.batch_size // num_workers
+    except (ValueError, KeyError, TypeError):  # damaged
+        return None
     return (size, found.get("device", "")) if share % size == 0 and size <= (train.micro_batch_size or share) else None
 
 

@@ -20,9 +20,20 @@ from data_prep.files import open_store
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_training_that_has_not_begun_has_no_committed_checkpoint(tmp_path: Path) -> None:
-    """That the last one is found: tests/pipelines/nodes/test_end_to_end.py."""
-    assert ray_compat.committed_checkpoint(open_store(tmp_path), "run") is None
+def test_ray_train_resumes_by_the_record_of_intact_checkpoints(tmp_path: Path) -> None:
+    from ray.train import CheckpointConfig
+    from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
+    from ray.train.v2._internal.execution.context import StorageContext
+
+    store = open_store(tmp_path)
+    assert ray_compat.keep_intact_checkpoints(store.sub("run"), score="score") == (0, [])
+    for step, score in ((1, 2.0), (2, 1.0), (3, 3.0)):
+        ray_compat.seal_checkpoint(store.sub(f"run/step-{step:08d}"), {"score": score})
+    assert ray_compat.keep_intact_checkpoints(store.sub("run"), score="score") == (3, [])
+    config = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="score", checkpoint_score_order="min")
+    manager = CheckpointManager(config, StorageContext(storage_path=str(tmp_path), experiment_dir_name="run"))
+    assert manager._latest_checkpoint_result.checkpoint.path == str(tmp_path / "run/step-00000003")
+    assert [each.metrics["score"] for each in manager._checkpoint_results] == [3.0, 2.0, 1.0], "the best comes last"
 
 
 def test_callbacks_have_the_methods_of_ray_datas_own() -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from toy.diamond import seal
 
 from data_prep.files import UserError, open_store
 from data_prep.lock import Lock
@@ -31,8 +34,9 @@ from pipelines import (
     train_stage,
 )
 from pipelines.config import node_names, stage_names
+from pipelines.dag.plan import plan
 from pipelines.dag.run import NodeReport, RunReport
-from pipelines.loading import load
+from pipelines.loading import load, to_yaml
 
 ROOT, TOYS = Path(__file__).parents[2], Path(__file__).parent / "toys"
 NODES = ["prepare_data", "train_first_slice", "train_size_upscale", "train_depth_upscale", "evaluate", "sample"]
@@ -187,6 +191,40 @@ def test_run_folder_of_another_config(command: Command, tmp_path: Path) -> None:
     assert code == 2
     assert err == f"error: {folder} is the run folder of config 'other', not of 'debug'; choose another storage\n"
     assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("look", ["--dry-run", "--status", "--gc"])
+def test_forgotten_overrides_never_bring_other_photos_into_a_run_folder(
+    look: str, command: Command, tmp_path: Path
+) -> None:
+    photos, file = tmp_path / "photos", tmp_path / "runs/debug/config.yaml"
+    shutil.copytree(ROOT / "data_prep/demo_photos", photos)
+    file.parent.mkdir(parents=True)
+    file.write_text(f"name: debug\ndata: {{root: {photos}}}\n")
+    code, out, err = command(full_multidim.main, look)
+    assert (code, out) == (2, "")
+    assert err == (
+        f"error: {file.parent} was made from data.root={photos}, this command has data.root=None: add --config {file} "
+        "to go on with those photos, or data.root=... to say that you mean others\n"
+    )
+    for meant in (str(photos), "null"):
+        assert command(full_multidim.main, look, f"data.root={meant}")[0] == 0
+
+
+def test_photos_that_are_gone_are_not_missed_once_the_dataset_is_built(command: Command, tmp_path: Path) -> None:
+    photos, store = tmp_path / "photos", open_store(tmp_path / "runs/debug")
+    shutil.copytree(ROOT / "data_prep/demo_photos", photos)
+    config = load("debug", [f"storage={tmp_path / 'runs'}", f"data.root={photos}"])
+    seal(plan(pipeline.nodes(config), store, sources=pipeline.SOURCES))
+    store.write_text("config.yaml", to_yaml(config))
+    shutil.rmtree(photos)
+    code, out, _ = command(sample.main, f"data.root={photos}", "--dry-run")
+    assert code == 0 and re.search(
+        r"\nprepare_data .* not selected; up to date: .*; data.root is .* no such folder", out
+    )
+    assert re.search(r"\nsample +skip +up to date", out)
+    code, _, err = command(full_multidim.main, f"data.root={tmp_path / 'others'}", "--dry-run")
+    assert code == 2 and err.startswith(f"error: data.root is '{tmp_path / 'others'}'; there is no such folder\n")
 
 
 def test_a_run_folder_in_use_is_refused_before_ray_starts(

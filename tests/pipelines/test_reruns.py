@@ -5,7 +5,9 @@ python -m pytest tests/pipelines/test_reruns.py
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import hashlib
 import shutil
 from pathlib import Path
 
@@ -13,10 +15,12 @@ import pytest
 from toy.diamond import seal
 
 from data_prep.config import SPLITS
-from data_prep.files import Store, open_store
+from data_prep.files import Store, UserError, open_store
 from pipelines import pipeline
 from pipelines.cluster import ROOT
+from pipelines.dag import fingerprint
 from pipelines.dag.fingerprint import canonical
+from pipelines.dag.node import Node
 from pipelines.dag.plan import Plan, plan
 from pipelines.loading import load
 from pipelines.pipeline import NOT_SEMANTIC, SOURCES
@@ -113,6 +117,48 @@ def test_a_dataset_with_equal_shards_leaves_the_trainings_standing(project: Proj
     assert seal(project.plan(rerun=["prepare_data"]), touched) == ["prepare_data", "report"]
 
 
+UNCHANGED = ("log_every_steps=7", "micro_batch_size=2", "compile=true", "recompute_activations=true")
+
+
+def test_settings_retrain_nothing_extend_a_training_or_say_why_it_begins_anew(project: Project) -> None:
+    def trains(*settings: str) -> tuple[str, str]:
+        project.nodes = pipeline.nodes(load("debug", [f"train.{setting}" for setting in settings]))
+        (action,) = {project.plan()[name].action for name in TRAINS}
+        return action, project.plan()[TRAINS[0]].reason
+
+    steps = project.nodes[1].config.train.num_steps
+    old = f"attempt {project.plan()[TRAINS[0]].success.attempt}"
+    assert trains(*UNCHANGED)[0] == "skip"
+    action, reason = trains("checkpoint_every_steps=24")
+    assert (action, reason[: len(old)]) == ("keep", old) and "train.checkpoint_every_steps" in reason
+    assert all(project.plan()[name].action == "skip" for name in ("evaluate", "sample"))
+    change = f"config changed: train.num_steps {steps} -> "
+    assert trains("num_steps=1000") == ("run", f"{change}1000; extends {old}")
+    assert project.plan()[TRAINS[0]].extends is not None
+    assert trains("num_steps=1")[1].startswith(f"{change}1; from the beginning, because a shorter training ")
+    assert trains("batch_size=2")[1] == "config changed: train.batch_size 8 -> 2"
+    project.nodes = pipeline.nodes(load("debug", ["train.schedule=linear"]))
+    seal(project.plan(), project.files)
+    _, reason = trains("num_steps=1000", "schedule=linear")
+    why = "because the rates of train.schedule=linear depend on train.num_steps"
+    assert reason == f"{change}1000; from the beginning, {why}" and project.plan()[TRAINS[0]].extends is None
+
+
+def test_a_finished_dataset_does_without_its_raw_images(project: Project) -> None:
+    def nodes(*overrides: str) -> list[Node]:
+        return pipeline.nodes(load("debug", overrides), unreadable="the photos are gone")
+
+    project.nodes = nodes()
+    assert {decision.action for decision in project.plan().decisions} == {"skip"}
+    assert project.plan()["prepare_data"].reason.endswith("; the photos are gone")
+    for options in ({"rerun": ["prepare_data"]}, {"start_from": ["prepare_data"]}):
+        with pytest.raises(UserError, match="^the photos are gone$"):
+            project.plan(**options)
+    project.nodes = nodes("data.tile_size=32")
+    with pytest.raises(UserError, match="^the photos are gone$"):
+        project.plan()
+
+
 LOW, HIGH = ["train_first_slice", "train_size_upscale"], ["train_depth_upscale"]  # the bits that they read
 READERS = {
     "bits=3/train": LOW,
@@ -156,6 +202,16 @@ def test_weights_to_start_from_count_by_their_contents(tmp_path: Path) -> None:
     first, moved, other = checkpoint("a", "1"), checkpoint("b", "1"), checkpoint("a", "2")
     assert first == moved and len({first[0], other[0], planned("c")[0], planned("d")[0], ""}) == 5
     assert canonical(pipeline.nodes(load("debug"))[1].config) == first[1], "nothing else tells"
+
+
+def test_code_that_counts_as_an_earlier_one_is_in_use() -> None:
+    present = {
+        hashlib.sha256(fingerprint._text(ast.parse(file.read_text())).encode()).hexdigest()[:16]
+        for package in SOURCES.packages
+        for file in (ROOT / package).rglob("*.py")
+    }
+    gone = fingerprint.SAME_RESULTS.keys() - present
+    assert not gone, "edited since: review what the edit changes, then renew the entry's first hash or remove it"
 
 
 def test_every_module_that_decides_nothing_exists_and_says_why() -> None:

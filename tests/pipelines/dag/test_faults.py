@@ -77,7 +77,7 @@ def assert_all_end(processes: list[psutil.Process]) -> None:
 def test_a_training_that_meets_every_fault_ends_as_if_there_had_been_none(
     unbroken: Path, tmp_path: Path, mlflow_server: MlflowServer
 ) -> None:
-    """Killed worker, MLflow away, Ctrl-C, killed driver: one attempt, one MLflow run, the very same weights."""
+    """Killed worker, MLflow away, Ctrl-C, killed driver, a flipped bit: one attempt, one MLflow run, equal weights."""
     training.copy_data(unbroken, tmp_path)
     options = [f"tracking.uri={mlflow_server.uri}", "resources.retry_wait_sec=0.5"]
 
@@ -109,9 +109,15 @@ def test_a_training_that_meets_every_fault_ends_as_if_there_had_been_none(
         run.kill()
         run.wait()
     assert_all_end(processes)
+    (attempt,) = training.attempts(tmp_path)
+    newest = max(attempt.glob("size_upscale-*/step-*"))
+    weights = bytearray((newest / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (newest / "model.safetensors").write_bytes(weights)
 
     output = training.finish(training.launch(tmp_path, *options))
     assert re.search(r"train_size_upscale +run +attempt \S+ was interrupted; continues it", output), output
+    assert f"{newest.name} is damaged (model.safetensors does not match its checksum)" in output, output
     assert re.search(r"prepare_data +- +not selected; up to date", output)
     (attempt,) = training.attempts(tmp_path)
     assert training.weights(attempt) == training.weights(*training.attempts(unbroken))

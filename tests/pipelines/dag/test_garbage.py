@@ -12,7 +12,7 @@ from toy.nodes import Toy
 
 from data_prep.files import Store, UserError, open_store
 from data_prep.lock import Lock
-from pipelines import inspection, loading, pipeline
+from pipelines import inspection, loading, pipeline, tracking
 from pipelines.dag import status
 from pipelines.dag.node import Node
 
@@ -46,7 +46,7 @@ def test_an_attempt_may_go_once_another_one_made_equal_files(finished: Store) ->
     assert [each.attempt.attempt for each in status.find_garbage(decided(finished))] == [first.attempt]
 
 
-def test_of_own_images_the_newest_stays_with_what_made_it(finished: Store) -> None:
+def test_outputs_of_own_images_stay_with_what_made_them(finished: Store) -> None:
     """Their nodes are in no plan of --gc, which has no images."""
 
     def own(value: str) -> list[Node]:
@@ -55,14 +55,30 @@ def test_of_own_images_the_newest_stays_with_what_made_it(finished: Store) -> No
     for value in ("first", "second"):
         carry_out(decided(finished, own(value)))
     carry_out(decided(finished, diamond(left={"config": Toy("newer")})))
-    assert found(finished) == ["join", "sample_images"], "left of NEW stays: the newest sample_images was made from it"
+    assert found(finished) == ["join"], "left of NEW stays: sample_images was made from it"
 
 
-def test_an_output_of_the_present_plan_stays_although_there_is_a_newer_one(finished: Store) -> None:
-    carry_out(decided(finished, diamond(**NEW)))
-    assert found(finished) == []  # the plan uses the older, the newer is the newest
-    carry_out(decided(finished, diamond(left={"config": Toy("newer")})))
-    assert found(finished) == ["join", "left"]  # those of "new": the plan is back at the first, "newer" is the newest
+def test_outputs_of_other_configurations_stay_with_their_reports(finished: Store) -> None:
+    """Here `join` holds the whole configuration, as a report does."""
+
+    def chain(value: str) -> list[Node]:
+        return diamond(left={"config": Toy(value)}, join={"config": Toy(value)})
+
+    for value in ("new", "newer"):
+        carry_out(decided(finished, chain(value)))
+    assert found(finished) == []
+    for value in ("new", "newer"):
+        status.delete(finished, status.find_garbage(decided(finished)))
+        assert will_run(decided(finished, chain(value))) == ()
+    carry_out(decided(finished, diamond(left={"config": Toy("newest")}, join={"config": Toy("newer")})))
+    assert found(finished) == ["join"], "of one configuration the newest stays"
+
+
+def test_attempts_that_others_refer_to_stay(finished: Store) -> None:
+    old = decided(finished)["left"].success.attempt
+    carry_out(decided(finished, start_from=["left"]))
+    garbage = status.find_garbage(decided(finished), named={old})
+    assert [each.attempt.node for each in garbage] == ["join"]
 
 
 def test_an_interrupted_attempt_that_would_go_on_stays(finished: Store) -> None:
@@ -137,4 +153,16 @@ def test_nothing_is_deleted_while_a_start_is_running(toy_pipeline: Store, tmp_pa
     with Lock(toy_pipeline):
         with pytest.raises(UserError, match="in use by process"):
             inspection.collect_garbage(loading.load("debug", [f"storage={tmp_path / 'runs'}"]), delete=True)
+    assert len(toy_pipeline.walk("nodes")) == before
+
+
+def test_nothing_is_deleted_while_mlflow_does_not_say_what_has_an_alias(
+    toy_pipeline: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = len(toy_pipeline.walk("nodes"))
+    chosen = loading.load("debug", [f"storage={tmp_path / 'runs'}"])
+    toy_pipeline.write_text("mlflow.db", "damaged" * 100)
+    monkeypatch.setattr(tracking, "make_client", lambda uri: pytest.fail("MLflow would try again for minutes"))
+    with pytest.raises(UserError, match="does not say which model versions have an alias .file is not a database"):
+        inspection.collect_garbage(chosen, delete=True)
     assert len(toy_pipeline.walk("nodes")) == before

@@ -79,14 +79,13 @@ def test_first_start_runs_every_node(first: subprocess.CompletedProcess[str], st
     assert [json.loads(record.read_text()) for record in records] == [{"micro_batch_size": 8, "device": "cpu"}] * 2
 
 
-def test_the_last_committed_checkpoint_is_found(first: subprocess.CompletedProcess[str], storage: Path) -> None:
-    """In Ray Train's own record, by which a training that starts again knows where to go on."""
+def test_the_last_checkpoint_is_found_and_intact(first: subprocess.CompletedProcess[str], storage: Path) -> None:
     folders = list((storage / "debug/nodes").glob("train_*/*/*"))
     assert len(folders) == 2
     for folder in folders:
         (run,) = (path.parent for path in folder.glob("*/checkpoint_manager_snapshot.json"))
-        assert ray_compat.committed_checkpoint(open_store(folder), run.name) == "step-00000012"
-        assert (run / "step-00000012/trainer.pt").is_file()
+        assert ray_compat.keep_intact_checkpoints(open_store(run), score="valid/bits_per_dim") == (12, [])
+        assert (run / "step-00000012" / ray_compat.CHECKSUMS).is_file()
 
 
 def test_stages_train_at_the_same_time(first: subprocess.CompletedProcess[str], storage: Path) -> None:

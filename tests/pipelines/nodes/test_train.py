@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +27,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from data_prep.files import UserError, open_store
+from data_prep import ray_compat
+from data_prep.files import Store, UserError, open_store
 from pipelines.cluster import ROOT
 from pipelines.config import NodeResources, TrainNodeConfig
 from pipelines.dag.node import NodeContext
@@ -35,7 +40,7 @@ from spn.checkpoint import save_checkpoint
 from spn.config import SPNConfig, TrainConfig
 from spn.model import SPN
 from spn.ordering import image_to_slices
-from spn.training import Batch
+from spn.training import Batch, fit
 
 BATCH, SIDE, CPU = 8, 4, torch.device("cpu")
 
@@ -61,11 +66,11 @@ def size_upscale(tiny_config: Callable[..., SPNConfig]) -> SPNConfig:
 
 
 class Shard:
-    """A worker's part of the stream from `step` on, as Ray Train hands it out: two optimiser steps."""
+    """A worker's part of the stream from `step` on, as Ray Train hands it out."""
 
-    def __init__(self, rank: int, num_workers: int, step: int) -> None:
+    def __init__(self, rank: int, num_workers: int, step: int, *, num_steps: int = 2) -> None:
         share = BATCH // num_workers
-        steps = range(step, step + 2)
+        steps = range(step, step + num_steps)
         self.positions = [s * BATCH + rank * share + row for s in steps for row in range(share)]
 
     def iter_batches(self, *, batch_size: int, **_: Any) -> Iterator[pa.Table]:
@@ -327,6 +332,121 @@ def test_a_picture_that_cannot_be_drawn_ends_no_training(
     assert scores == [1.5]
 
 
+# ---- storage that damages or fills up -------------------------------------------------------------------------------
+
+RUN, STEPS = "size_upscale-f-a", 4
+
+
+class Ray:
+    """Stands for Ray Train in this process: a worker reports to it, and resumes from what it has committed."""
+
+    def __init__(self, store: Store, work: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store, self.work, self.monkeypatch = store, work, monkeypatch
+        monkeypatch.setattr(train, "ValidImages", lambda *_, **__: SimpleNamespace(bits_per_dim=lambda model: 1.5))
+        for name in ("report", "get_checkpoint"):
+            monkeypatch.setattr(train.ray.train, name, getattr(self, name))
+
+    def report(self, metrics: dict[str, float], *, checkpoint: Any, checkpoint_dir_name: str) -> None:
+        shutil.copytree(checkpoint.path, self.checkpoint(checkpoint_dir_name))
+
+    def get_checkpoint(self) -> Any:
+        step = self.keep_intact()[0]
+        return train.ray.train.Checkpoint.from_directory(self.checkpoint(step)) if step else None
+
+    def checkpoint(self, step: int | str) -> Path:
+        return Path(self.store.uri, RUN, step if isinstance(step, str) else f"step-{step:08d}")
+
+    def keep_intact(self) -> tuple[int, list[str]]:
+        return ray_compat.keep_intact_checkpoints(self.store.sub(RUN), score=train.SCORE)
+
+    def train(self) -> list[str]:
+        """To the end, from what storage holds. Returns what was said of damaged checkpoints."""
+        first, lines = self.keep_intact()
+        shard = Shard(0, 1, first, num_steps=STEPS - first)
+        self.monkeypatch.setattr(train.ray.train, "get_dataset_shard", lambda _: shard)
+        every = dict.fromkeys(("eval_every_steps", "checkpoint_every_steps"), 1)
+        self.work(fit, train=TrainConfig(num_steps=STEPS, batch_size=BATCH, micro_batch_size=4, **every))
+        self.keep_intact()  # as Ray commits each of them
+        return lines
+
+
+@pytest.fixture
+def in_ray(work: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ray:
+    return Ray(open_store(tmp_path), work, monkeypatch)
+
+
+def flip_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut": (lambda it: os.truncate(it / "model.safetensors", 100), "model.safetensors has 100 bytes instead of"),
+    "emptied": (lambda it: os.truncate(it / "trainer.pt", 0), "trainer.pt has 0 bytes instead of"),
+    "missing": (lambda it: (it / "ema.safetensors").unlink(), "ema.safetensors is missing"),
+    "bit of the weights": (lambda it: flip_bit(it / "model.safetensors"), "model.safetensors does not match its check"),
+    "bit of the optimizer": (lambda it: flip_bit(it / "trainer.pt"), "trainer.pt does not match its checksum"),
+    "damaged list": (lambda it: (it / "checksums.json").write_text("{"), "checksums.json is not readable"),
+    "damaged history": (lambda it: (it / "history.json").write_text("{"), "history.json has 1 bytes instead of"),
+    "damaged record": (lambda it: (it.parent / "checkpoint_manager_snapshot.json").write_text("{"), ""),
+}
+
+
+@pytest.mark.parametrize(("harm", "line"), DAMAGES.values(), ids=DAMAGES)
+def test_a_training_resumes_from_its_newest_intact_checkpoint_and_ends_like_an_unbroken_one(
+    harm: Callable[[Path], object], line: str, in_ray: Ray
+) -> None:
+    assert in_ray.train() == []
+    last, newest = in_ray.checkpoint(STEPS), in_ray.checkpoint(STEPS - 1)
+    whole = {file.name: file.read_bytes() for file in last.iterdir() if file.suffix in (".safetensors", ".pt")}
+    shutil.rmtree(last)
+    assert in_ray.keep_intact() == (STEPS - 1, [f"{last.name} is missing"])
+    harm(newest)
+    lines = in_ray.train()
+    assert {name: (last / name).read_bytes() for name in whole} == whole
+    assert len(lines) == bool(line) and newest.is_dir()
+    if line:
+        assert lines[0].startswith(f"{newest.name} is damaged ({line}")
+        assert lines[0].endswith(f" and set aside as damaged-{newest.name}")
+        assert newest.with_name(f"damaged-{newest.name}").is_dir()
+
+
+def test_what_a_killed_writer_left_is_no_checkpoint(in_ray: Ray) -> None:
+    """And one that was whole before Ray knew of it is."""
+    in_ray.train()
+    record = in_ray.checkpoint("checkpoint_manager_snapshot.json")
+    known = json.loads(record.read_text())
+    os.truncate(in_ray.checkpoint(4) / "trainer.pt", 10)
+    results = [each for each in known["checkpoint_results"] if each["checkpoint_dir_name"] < "step-00000003"]
+    record.write_text(json.dumps(known | {"checkpoint_results": results}))
+    assert in_ray.keep_intact() == (3, [])
+    assert not in_ray.checkpoint(4).exists() and not in_ray.checkpoint("damaged-step-00000004").exists()
+
+
+def test_checkpoints_of_a_version_without_checksums_are_resumed_from(in_ray: Ray) -> None:
+    in_ray.train()
+    for step in range(1, STEPS + 1):
+        (in_ray.checkpoint(step) / ray_compat.CHECKSUMS).unlink()
+    assert in_ray.keep_intact() == (STEPS, [])
+
+
+def test_a_full_disk_is_named_by_the_worker_that_writes_a_checkpoint(
+    in_ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(train.ray.train, "report", full)
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        in_ray.train()
+    assert raised.value.filename == in_ray.store.uri
+    monkeypatch.setattr(train, "save_checkpoint", full)
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        in_ray.train()
+    assert Path(raised.value.filename).parent == Path(tempfile.gettempdir())
+
+
 # ---- what it begins with -------------------------------------------------------------------------------------------
 
 
@@ -362,7 +482,7 @@ def test_what_a_training_cannot_begin_with_is_the_users_mistake(
     monkeypatch.setattr(train, "open_dataset", lambda _: images)
     inputs = {"prepare_data": SimpleNamespace(uri="/data", named={"dataset": "dataset"})}
     config = dataclasses.replace(node(size_upscale), init_from="/nowhere")
-    names = dict(fingerprint="f", attempt="a")  # an attempt that ended before its first checkpoint
+    names = dict(fingerprint="f", attempt="a", extends=None)  # an attempt that ended before its first checkpoint
     context = SimpleNamespace(config=config, inputs=inputs, out=str(tmp_path), **names)
     with pytest.raises(UserError, match=message):
         train.run(context)

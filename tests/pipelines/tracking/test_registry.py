@@ -86,6 +86,9 @@ def test_versions_and_aliases_of_three_trainings(ledger: Ledger) -> None:
     assert holders(ledger) == {CANDIDATE: "3", CHAMPION: "3"}
     register(dataclasses.replace(FIRST, attempt="4", bits_per_dim=0.42))  # which is what the next one is compared with
     assert holders(ledger) == {CANDIDATE: "4", CHAMPION: "4"}
+    client.set_registered_model_alias("demo.size_upscale", "mine", "2")
+    assert tracking.attempts_with_alias(ledger.uri, experiment="demo") == {"2", "4"}
+    client.delete_registered_model_alias("demo.size_upscale", "mine")
 
     versions = {v.version: v for v in client.search_model_versions("name = 'demo.size_upscale'")}
     assert [str(v) for v in sorted(map(int, versions))] == ["1", "2", "3", "4"]

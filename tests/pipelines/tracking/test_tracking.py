@@ -5,11 +5,13 @@ python -m pytest tests/pipelines/tracking/test_tracking.py
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import pickle
 import socket
+import sqlite3
 import sys
 import threading
 import time
@@ -20,6 +22,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sqlalchemy
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 from pyarrow._fs import _MockFileSystem
 
 from data_prep.files import Store, open_store
@@ -370,6 +375,64 @@ def test_a_missing_database_file_is_not_created_by_a_worker(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("harm", ["locked", "no database"])
+def test_a_database_that_cannot_be_used_is_one_warning_and_mlflow_is_not_asked(
+    harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """MLflow would try again for minutes, in each process."""
+    file = tmp_path / "mlflow.db"
+    monkeypatch.setattr(tracking, "LOCKED_SEC", 0.0)
+    monkeypatch.setattr(tracking, "make_client", lambda uri: pytest.fail("MLflow was asked"))
+    with contextlib.closing(sqlite3.connect(file)) as database:
+        if harm == "locked":
+            database.execute("BEGIN EXCLUSIVE")
+        else:
+            file.write_bytes(b"no database" * 100)
+        ledger = make_ledger(tmp_path)
+        node = ledger.start_node("a", tags={}, params={})
+        with RunHandle(ledger.uri, "run", "1").open() as run:
+            log_everything(run)
+        ledger.finish(node, "FINISHED", metrics={"a": 1.0})
+        ledger.close("FINISHED")
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert str(file) in warning and ("database is locked" if harm == "locked" else "not a database") in warning
+
+
+def test_of_two_first_starts_one_makes_the_tables_of_a_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, together = list[int](), threading.Event()
+
+    class Client:
+        def __init__(self, tracking_uri: str) -> None:
+            inside.append(1)
+            if len(inside) > 1:
+                together.set()
+            together.wait(0.1)
+            inside.pop()
+
+    monkeypatch.setattr("mlflow.tracking.MlflowClient", Client)
+    (tmp_path / "mlflow.db").touch()
+    starts = [
+        threading.Thread(target=tracking.make_client, args=(f"sqlite:///{tmp_path}/mlflow.db",)) for _ in range(2)
+    ]
+    for each in starts:
+        each.start()
+    for each in starts:
+        each.join()
+    assert not together.is_set()
+
+
+def test_an_experiment_that_another_start_makes_meanwhile_is_used(place: Path) -> None:
+    ledger = make_ledger(place)
+    mlflow, late = client(ledger), Ledger(ledger.uri, experiment="demo", run_folder="/runs/late")
+    answers = [None, *[mlflow.get_experiment_by_name("demo")] * 2]
+    mlflow.get_experiment_by_name = lambda name: answers.pop(0)  # asked before and after that moment
+    late._calls.append(lambda _: None)
+    late._make_first(mlflow)
+    assert late.experiment_id == ledger.experiment_id and not answers
+
+
 class Refusing:
     """A server that answers and refuses one call."""
 
@@ -383,6 +446,21 @@ class Refusing:
             self.refused += 1
             raise self.error
         self.texts.append(text)
+
+
+def test_a_full_disk_is_one_warning_with_the_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = sqlalchemy.exc.OperationalError("INSERT", {}, sqlite3.OperationalError("database or disk is full"))
+    monkeypatch.setattr(tracking, "make_client", lambda uri: Refusing(MlflowException(full, TEMPORARILY_UNAVAILABLE)))
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    (tmp_path / "mlflow.db").touch()
+    with RunHandle(uri, "r").open() as run:
+        for _ in range(2):
+            run.log_text("refused", "1")
+    (warning,) = [record.getMessage() for record in caplog.records]
+    why = "(sqlite3.OperationalError) database or disk is full"
+    assert warning == f"MLflow at {uri} does not record ({why}); the work continues"
 
 
 @pytest.mark.parametrize("error", [ValueError("invalid name"), PermissionError("artifact folder")])
