@@ -79,7 +79,7 @@ def start(
                 session = _connect(config)
             running.refuse(plan.decisions, session.capacity)
             if images is None:  # the run folder's config stays that of its pipeline
-                claim_run_folder(store, name=config.name, config_yaml=mask_uris(to_yaml(config)))
+                store.write_text(MARKER, mask_uris(to_yaml(config)))
             print("\n".join(plan.lines()), flush=True)
             for shortfall in running.shortfalls(plan.decisions, session.resources):
                 print(f"note: {shortfall} now; it waits until there is more")
@@ -256,13 +256,6 @@ def _roots(store: Store, config: ExperimentConfig) -> tuple[str | None, str]:
     with reading(store):
         data = check_run_folder(store, name=config.name).get("data")
     return str(data.get("root")) if isinstance(data, dict) else None, mask_uris(str(config.data.root))
-
-
-def claim_run_folder(store: Store, *, name: str, config_yaml: str) -> None:
-    """Checks the run folder's owner and writes its config.yaml, which must hold `name`."""
-    check_run_folder(store, name=name)
-    store.write_text(MARKER, config_yaml)
-    check_run_folder(store, name=name)
 
 
 @contextlib.contextmanager

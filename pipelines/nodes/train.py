@@ -79,22 +79,18 @@ def run(context: NodeContext[TrainNodeConfig]) -> NodeResult:
     result = _trainer(context, store, name=name, step=step, dataset=dataset.uri, num_valid=num_valid).fit()
     history = json.loads(store.read_bytes(posixpath.join(name, posixpath.basename(result.checkpoint.path), HISTORY)))
     store.write_text(HISTORY, json.dumps(history, indent=1))
-    for found, metrics in sorted(result.best_checkpoints, key=lambda item: item[1][SCORE]):
-        checkpoint, score = posixpath.join(name, posixpath.basename(found.path)), metrics[SCORE]
-        problems, sealed = ray_compat.check_checkpoint(store.sub(checkpoint))
-        if not problems:
-            break
-        print(f"{checkpoint} is damaged ({problems[0]}): the next best is handed over")
-    else:
-        raise OSError(errno.EIO, "no checkpoint is intact", store.uri_of(name))
+    ranked = sorted(result.best_checkpoints, key=lambda each: each[1][SCORE])
+    scores = {posixpath.join(name, posixpath.basename(found.path)): metrics[SCORE] for found, metrics in ranked}
+    checkpoint = next((each for each in scores if not ray_compat.check_checkpoint(store.sub(each))[0]), None)
+    if checkpoint is None:
+        raise OSError(errno.EIO, "no checkpoint is intact", store.uri_of(name))  # retried
     with context.run.open() as run:
         run.log_text(store.read_bytes(f"{checkpoint}/{CONFIG}").decode(), CONFIG)
     metrics = {
-        SCORE: score,
+        SCORE: scores[checkpoint],
         "images_seen": float(config.train.num_steps * config.train.batch_size),
     }
-    sha256 = {f"{checkpoint}/{file}": found["sha256"] for file, found in sealed.get("files", {}).items()}
-    return NodeResult(outputs={"checkpoint": checkpoint, "history": HISTORY}, metrics=metrics, sha256=sha256)
+    return NodeResult(outputs={"checkpoint": checkpoint, "history": HISTORY}, metrics=metrics)
 
 
 def _trainer(

@@ -8,19 +8,18 @@ import pytest
 from pyarrow._fs import _MockFileSystem
 
 from data_prep.files import Store, UserError, open_store
-from pipelines.start import check_run_folder, claim_run_folder
+from pipelines.start import check_run_folder
 
 
 @pytest.mark.parametrize("place", ["local", "object store"])
 def test_run_folder_of_another_config_is_refused(place: str, tmp_path: Path) -> None:
     remote = Store("s3://bucket/run", filesystem=_MockFileSystem(), base="bucket/run")
     store = open_store(tmp_path) if place == "local" else remote
-    check_run_folder(store, name="demo")
-    claim_run_folder(store, name="demo", config_yaml="name: demo\nseed: 1\n")
-    claim_run_folder(store, name="demo", config_yaml="name: demo\nseed: 2\n")
+    assert check_run_folder(store, name="demo") == {}
+    store.write_text("config.yaml", "name: demo\nseed: 2\n")
+    assert check_run_folder(store, name="demo") == {"name": "demo", "seed": 2}
     with pytest.raises(UserError, match="run folder of config 'demo', not of 'debug'"):
-        claim_run_folder(store, name="debug", config_yaml="name: debug\n")
-    assert b"seed: 2" in store.read_bytes("config.yaml")
+        check_run_folder(store, name="debug")
 
 
 @pytest.mark.parametrize("content", ["just text", "seed: 1", "name: [1, 2", "\x00"])
