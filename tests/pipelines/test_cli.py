@@ -5,6 +5,7 @@ python -m pytest tests/pipelines/test_cli.py
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import re
@@ -292,6 +293,20 @@ def test_storage_that_cannot_be_written(command: Command, tmp_path: Path, small_
 
 
 # ---- handed on -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", ["data_prep.lock.Lock._content", "data_prep.files.os.fsync"])
+def test_a_full_disk_at_the_start_is_one_line_with_the_path(
+    write: str, command: Command, tmp_path: Path, small_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # of itself it names no path
+
+    monkeypatch.setattr(write, full)
+    code, _, err = command(full_multidim.main)
+    folder = tmp_path / "runs" / "debug"
+    assert (code, err) == (1, f"error: no space left on {folder}; the same command resumes once there is room\n")
+    assert not (folder / "config.yaml").exists()
 
 
 def test_demo_is_the_default(handed_on: dict[str, Any]) -> None:
