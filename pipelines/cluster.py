@@ -25,6 +25,7 @@ from data_prep.files import UserError
 
 ROOT = Path(__file__).resolve().parents[1]  # the folder that holds the packages
 _OBJECT_STORE_BYTES = 300_000_000  # nodes hand over paths, so little travels through Ray's shared memory
+_MAX_FOLDER_BYTES = 43  # the path of a socket may have 107, of which Ray's own names take 64
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets this variable for the entry point of a submitted job
 
 _EVERYWHERE = {
@@ -90,7 +91,10 @@ def connect(*, num_cpus: float | None = None, num_gpus: float | None = None) -> 
     assert "ray" not in sys.modules, "Ray reads its settings on import: call connect before"
     os.environ.pop("RAY_ADDRESS", None)
     os.environ.update(_EMBEDDED)
-    os.environ.setdefault("RAY_TMPDIR", str(private_folder()))
+    temporary = tempfile.gettempdir() if len(os.fsencode(tempfile.gettempdir())) < _MAX_FOLDER_BYTES - 12 else "/tmp"
+    folder = os.environ.setdefault("RAY_TMPDIR", str(private_folder(Path(temporary))))
+    if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+        raise UserError(f"RAY_TMPDIR is {folder}; the sockets there allow {_MAX_FOLDER_BYTES} bytes: set a shorter one")
     paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
     import ray
@@ -114,9 +118,9 @@ def disconnect() -> None:
         sys.modules["ray"].shutdown()
 
 
-def private_folder() -> Path:
+def private_folder(parent: Path) -> Path:
     """Where sessions of this account have their sockets and logs: Ray makes its own folders writable by everybody."""
-    folder = Path(tempfile.gettempdir()) / f"spn-{os.getuid()}"
+    folder = parent / f"spn-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     status = folder.lstat()

@@ -17,6 +17,7 @@ import functools
 import json
 import logging
 import os
+import shlex
 import sqlite3
 import sys
 import threading
@@ -80,14 +81,16 @@ def default_uri(store: Store, *, name: str, configured: str | None = None) -> tu
         file = _sqlite_file(given)  # its artifact place must be given: MLflow's default is the working directory
         return given, str(file.absolute().parent / "mlartifacts") if file else None
     folder = store.local() or Path.home() / "spn_runs" / name
-    return f"sqlite:///{folder / 'mlflow.db'}", str(folder / "mlartifacts")
+    place = str(folder).replace("%", "%25")  # MLflow decodes it; after a "?" SQLite has options
+    return f"sqlite:///{place.replace('?', '%3F')}/mlflow.db", f"{place}/mlartifacts"
 
 
 def ui_command(uri: str) -> str:
     """The command that opens the MLflow UI on this machine; for a server, its address."""
     if _is_server(uri):
         return _page(uri, "experiments")
-    return f"{sys.executable} -m mlflow ui --backend-store-uri {uri} --host 127.0.0.1 --port 5000"
+    python, store = shlex.quote(sys.executable), shlex.quote(uri)
+    return f"{python} -m mlflow ui --backend-store-uri {store} --host 127.0.0.1 --port 5000"
 
 
 def _page(uri: str, page: str) -> str:
@@ -101,7 +104,7 @@ def _is_server(uri: str) -> bool:
 
 
 def _sqlite_file(uri: str) -> Path | None:
-    return Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
+    return Path(unquote(uri.removeprefix("sqlite:///"))) if uri.startswith("sqlite:///") else None
 
 
 def _take_login(uri: str) -> str:

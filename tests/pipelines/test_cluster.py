@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -30,10 +29,7 @@ def test_a_job_is_known_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("there", ["a folder open to others", "a link", "a file", "nothing", "our folder"])
-def test_sockets_and_logs_lie_where_only_this_account_may_enter(
-    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_sockets_and_logs_lie_where_only_this_account_may_enter(there: str, tmp_path: Path) -> None:
     folder = tmp_path / f"spn-{os.getuid()}"
     if there in ("a folder open to others", "our folder"):
         folder.mkdir()
@@ -44,10 +40,17 @@ def test_sockets_and_logs_lie_where_only_this_account_may_enter(
     elif there == "a file":
         folder.touch()
     if there in ("nothing", "our folder"):
-        assert private_folder() == folder and folder.stat().st_mode & 0o777 == 0o700
+        assert private_folder(tmp_path) == folder and folder.stat().st_mode & 0o777 == 0o700
     else:
         with pytest.raises(UserError, match="is open to other accounts"):
-            private_folder()
+            private_folder(tmp_path)
+
+
+def test_a_folder_too_long_for_sockets_is_refused_in_one_line(tmp_path: Path) -> None:
+    code = "from pipelines.cluster import connect; connect()"
+    environment = {**os.environ, "RAY_TMPDIR": f"{tmp_path}/{'x' * 90}", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert "UserError: RAY_TMPDIR is" in run.stderr.splitlines()[-1]
 
 
 def is_loopback(address: str) -> bool:
