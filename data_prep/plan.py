@@ -249,7 +249,7 @@ def describe_splits(config: DataConfig, source: Source) -> str:
     if config.split != "auto":
         return f"by split={config.split}" + (", not the source's own" if given else "")
     if not given:
-        hint = f"; {source.split_like} names none (split=file would set them)" if source.split_like else ""
+        hint = f"; {source.split_like} sets none (split=file with lines 'key,split' does)" if source.split_like else ""
         return f"drawn by the seed{hint}"
     counts = {split: f"num_{split}_photos" for split in ("valid", "test") if getattr(config, f"num_{split}_photos")}
     drawn = "".join(f", {split} drawn from train" for split in counts if split not in given)

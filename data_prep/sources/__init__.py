@@ -14,7 +14,6 @@ from dataclasses import replace
 from data_prep.config import LAYOUTS, DataConfig
 from data_prep.files import printable
 from data_prep.sources.base import (
-    IMAGE_SUFFIXES,
     Item,
     Listing,
     Reader,
@@ -27,7 +26,7 @@ from data_prep.sources.base import (
     layout,
     list_files,
     refuse_loss,
-    split_word,
+    split_words,
 )
 
 __all__ = ["BUILT_IN_PHOTOS", "Item", "Reader", "Source", "Unplannable", "UnusableSource"]
@@ -37,9 +36,9 @@ BUILT_IN_PHOTOS = pathlib.Path(__file__).parents[1] / "demo_photos"
 
 _PLAIN = ("hf_parquet", "webdataset")  # whatever the data set
 _UNPACK, _EXPORT = "unpack them", "write their images as files, or into a WebDataset"
-_ADVICE = dict.fromkeys((".zip", ".gz", ".tgz", ".bz2", ".xz", ".rar", ".7z"), _UNPACK)
-_ADVICE |= dict.fromkeys((".npy", ".npz", ".mdb", ".lmdb", ".h5", ".hdf5", ".mat", ".arrow", ".tfrecord"), _EXPORT)
-_ARCHIVES = (".tar", ".parquet", *_ADVICE)
+_ARCHIVES = dict.fromkeys((".zip", ".gz", ".tgz", ".bz2", ".xz", ".rar", ".7z"), _UNPACK)  # and what to do with them
+_ARCHIVES |= dict.fromkeys((".npy", ".npz", ".mdb", ".lmdb", ".h5", ".hdf5", ".mat", ".arrow", ".tfrecord"), _EXPORT)
+_ARCHIVES |= {".parquet": "none of their columns holds encoded images", ".tar": "they do not begin with images"}
 
 
 def describe() -> list[tuple[str, str, str]]:
@@ -101,12 +100,12 @@ def find(config: DataConfig) -> Source:
 def _kind(path: str) -> str:
     if is_image_name(path):
         return "other_image"
-    return "other_archive" if path.lower().endswith(_ARCHIVES) else "not_a_data_file"
+    return "other_archive" if path.lower().endswith(tuple(_ARCHIVES)) else "not_a_data_file"
 
 
 def _is_split_like(path: str) -> bool:
     """Whether a folder's name, or that of a list, may mean a split."""
-    return any(map(split_word, path.split("/")[: None if path.endswith((".txt", ".csv", ".json")) else -1]))
+    return any(map(split_words, path.split("/")[: None if path.endswith((".txt", ".csv", ".tsv", ".json")) else -1]))
 
 
 def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFile], str]:
@@ -134,7 +133,7 @@ def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFi
         why = whys.get(name) or layout("folder").recognise(listing, config) or ""
     used = list(layout(name).used(listing, config))
     if not used:
-        wanted = f"images ({', '.join(IMAGE_SUFFIXES)})" if name == "folder" else f"files of source {name}"
+        wanted = "images" if name == "folder" else f"files of source {name}"
         text = f": {' '.join(layout(name).LAYOUT.split())}"
         if name == "folder":
             text = " and no archives of a known layout (prepare_data.py --list-sources shows them)"
@@ -147,6 +146,6 @@ def _what_is_there(listing: Listing) -> str:
     kinds = Counter(os.path.splitext(file.path)[1].lower() or "without a suffix" for file in listing.files)
     if not kinds:
         return "; it is empty"
-    advice = " and ".join(dict.fromkeys(_ADVICE[kind] for kind in kinds if kind in _ADVICE))
+    advice = " and ".join(dict.fromkeys(_ARCHIVES[kind] for kind in kinds if kind in _ARCHIVES))
     there = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(3))
     return f"; it has {there}" + (f": {advice}" if advice else "")

@@ -39,7 +39,7 @@ _MAX_UNFOLDING = 8  # images and pixels of images hardly shrink when they are co
 _WORDS = dict(train="train", training="train", val="valid", valid="valid", validation="valid", dev="valid")
 _WORDS |= dict(test="test", testing="test", eval="test", evaluation="test")
 # Hugging Face adds a hash for each file: train-00000-of-00002-2f8f6bfa852eac4b.parquet.
-_SERIES = re.compile(r"^(?P<series>.*)-(?P<index>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]{8,})?(?P<rest>[^/]*)$")
+_SERIES = re.compile(r"^(?P<series>.*)-(?P<index>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]{6,})?(?P<rest>[^/]*)$")
 _MAX_LOSS = 0.01  # of the images, that a reader which was not asked for may leave out
 
 
@@ -190,10 +190,10 @@ def splits_of(paths: Collection[str], config: DataConfig, found: Index) -> dict[
 def _named_splits(paths: Collection[str]) -> dict[str, str]:
     parts = {path: path.split("/") for path in paths}
     for depth in range(max(map(len, parts.values()), default=0)):
-        named = {path: word for path, part in parts.items() if (word := split_word("".join(part[depth : depth + 1])))}
+        words = {path: split_words("".join(part[depth : depth + 1])) for path, part in parts.items()}
+        named = {path: next(iter(word)) for path, word in words.items() if len(word) == 1}
         is_whole = len(named) == len(parts)
-        counted = [p for p in named if is_whole or depth + 1 < len(parts[p]) or not is_image_name(p)]
-        splits = {named[path] for path in counted}
+        splits = {named[p] for p in named if is_whole or depth + 1 < len(parts[p]) or not is_image_name(p)}
         if "train" in splits and (is_whole or len(splits) > 1):
             return named
         if is_whole and not any(map(is_image_name, named)):
@@ -202,10 +202,10 @@ def _named_splits(paths: Collection[str]) -> dict[str, str]:
 
 
 @functools.lru_cache(4096)  # many files lie in few folders
-def split_word(name: str) -> str | None:
-    """The split that a name means: train.X1, trainA, val2017, DIV2K_valid_HR, test-00000-of-00001.parquet."""
-    words = {_WORDS.get(word.lower()) for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", name)} - {None}
-    return words.pop() if len(words) == 1 else None
+def split_words(name: str) -> frozenset[str]:
+    """The splits that a name speaks of: train.X1, trainA, val2017, DIV2K_valid_HR, test-00000-of-00001.parquet."""
+    words = (word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", name))
+    return frozenset(_WORDS[word] for word in words if word in _WORDS)
 
 
 def refuse_loss(left_out: Sequence[str], num_images: int, *, what: str, choice: str) -> None:

@@ -42,10 +42,10 @@ def cut_off_tar(root: Path) -> None:
     whole.unlink()
 
 
-def two_depths_of_folders(root: Path) -> None:
-    (root / "train" / "n01440764").mkdir(parents=True)
-    photos(root / "train" / "n01440764")
-    photos(root / "train", 1)
+def folders_outside_of_the_splits(root: Path) -> None:
+    for name in ("train", "test", "extra"):
+        (root / name).mkdir()
+        photos(root / name, 1)
 
 
 def split_of_others(root: Path) -> None:
@@ -55,7 +55,7 @@ def split_of_others(root: Path) -> None:
 
 CASES: dict[str, tuple[Callable[[Path], None], dict, str]] = {
     "cut off": (cut_off_tar, {}, "data.root: truncated_archive: ILSVRC2012_img_val.tar: "),
-    "layout": (two_depths_of_folders, {}, "data.root: unexpected_layout: train/0.png: "),
+    "outside": (folders_outside_of_the_splits, {}, "data.split is 'auto'; 1 of 3 files are in no split of the source"),
     "split file": (
         split_of_others,
         {"split": "file", "split_file": "splits.txt"},
