@@ -14,8 +14,8 @@ A variant is a chain of networks that share the seconds; on images of 8 bits and
                                          then 5), multidim (first slice, the other three, the five low bits)
 
 Compiling is not counted. Writes VARIANT-SECONDSs-SEED.json and, beside it, the bits/dim of each image with averaged
-weights as .parquet: benchmarks/scores.py compares two of them. With --tune the last tenth of the training images is
-held out and scored instead of the test images, and nothing is written.
+weights as .parquet: `pipelines/evaluate.py --compare` compares two of them. With --tune the last tenth of the training
+images is held out and scored instead of the test images, and nothing is written.
 """
 
 from __future__ import annotations

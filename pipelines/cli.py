@@ -21,7 +21,7 @@ from pipelines.config import ExperimentConfig, UserImages, nearest, stage_names,
 from pipelines.dag.fingerprint import canonical
 from pipelines.dag.masking import masked_output
 from pipelines.loading import key_of, load, preset_names
-from pipelines.start import check_photos, start
+from pipelines.start import check_photos, run_folder, start
 
 FULL, UNUSABLE = 1, 2
 INTERRUPTED = 130  # what shells make of SIGINT
@@ -102,6 +102,9 @@ def _parser(prog: str, only: tuple[str, ...], one_stage: bool) -> Parser:
         looks.add_argument("--list-sources", action="store_true", help="print the layouts of raw images, run nothing")
         text = "check every file, count and pixel of a finished dataset: the config's, or the one at URI"
         looks.add_argument("--verify", nargs="?", const="", metavar="URI", help=text)
+    elif only == ("evaluate",):
+        text = "print how two runs differ, image by image: RUN and the config's, or RUN and RUN; run nothing"
+        looks.add_argument("--compare", action="append", metavar="RUN", help=text)
     for option, text in choose.items():
         parser.add_argument(option, dest=CHOICES[option], action="append", default=[], metavar="NODE,...", help=text)
     return parser
@@ -161,10 +164,20 @@ def _verify(arguments: argparse.Namespace) -> int:
     return inspection.verify_dataset(uri or inspection.dataset_of(load(arguments.config, overrides)))
 
 
+def _compare(arguments: argparse.Namespace) -> int:
+    places = arguments.compare
+    if len(places) == 1:
+        places = [run_folder(load(arguments.config, arguments.overrides)).uri, *places]
+    if len(places) != 2:
+        raise UserError(f"--compare is given {len(places)} times; it compares two runs")
+    return inspection.compare(places)
+
+
 # What runs no node: option -> what it does.
 LOOKS: dict[str, Callable[[argparse.Namespace], int]] = {
     "list_sources": lambda _: inspection.list_sources(),
     "verify": _verify,
+    "compare": _compare,
     "status": lambda arguments: inspection.show_status(_config_of_pipeline(arguments)),
     "gc": lambda arguments: inspection.collect_garbage(_config_of_pipeline(arguments), delete=arguments.yes),
 }

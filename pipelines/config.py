@@ -65,10 +65,12 @@ class StageConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    batch_size: int = 64  # images; all slices of each are scored
+    batch_size: int = 64  # images at once; all slices of each are scored
+    precision: str = "bfloat16"  # of the networks on a GPU, or float32; on a CPU they are float32
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "batch_size")
+        _one_of("precision", self.precision, PRECISIONS)
 
 
 @dataclass(frozen=True)
@@ -259,6 +261,7 @@ class ScoringConfig:
 
     stages: tuple[str, ...]  # in chain order
     batch_size: int  # images
+    precision: str
     resources: NodeResources = field(metadata=NOT_SEMANTIC)
 
 

@@ -2,6 +2,7 @@
 
 python pipelines/evaluate.py [--config NAME|FILE] [--dry-run] [key.sub=value ...]
 python pipelines/evaluate.py [...] images=FILE|FOLDER|'PATTERN'
+python pipelines/evaluate.py [...] --compare RUN [--compare RUN]
 """
 
 import sys

@@ -1,11 +1,19 @@
-"""What runs no node: --status and --gc of a run folder, --verify of a dataset, --list-sources."""
+"""What runs no node: --status and --gc of a run folder, --verify of a dataset, --compare of scores, --list-sources."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import textwrap
+from collections.abc import Mapping, Sequence
 
-from data_prep.files import UserError, join, printable
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.table import Table
+
+from data_prep.files import UserError, join, open_store, printable
 from data_prep.lock import Lock
 from data_prep.parquet import open_dataset
 from data_prep.verify import counts, verify
@@ -13,6 +21,7 @@ from pipelines import pipeline, tracking
 from pipelines.config import ExperimentConfig
 from pipelines.dag import plan as planning
 from pipelines.dag import status
+from pipelines.dag.attempts import history
 from pipelines.dag.progress import Display, Update
 from pipelines.start import locked, nodes_of, reading, run_folder
 
@@ -78,6 +87,47 @@ def dataset_of(config: ExperimentConfig) -> str:
         raise UserError(f"--verify: config {config.name} has no finished dataset ({decision.reason}); build it first")
     output = decision.success.output(store)
     return join(output.uri, output.named["dataset"])
+
+
+def compare(places: Sequence[str]) -> int:
+    """Prints how two runs differ in bits/dim, image by image, for each part that both have.
+
+    places: of two run folders or files per_image.parquet; paths or URIs. The difference is paired: what makes an image
+    easy or hard for both falls away, so it is known far better than either mean. Raises UserError.
+    """
+    first, second = map(_per_image, places)
+    if set(first) != set(second):
+        raise UserError(f"--compare: {places[0]} and {places[1]} score different images")
+    table = Table(title=f"bits/dim of {len(first)} images", caption=f"A: {places[0]}\nB: {places[1]}")
+    for column in ("part", "A", "B", "A - B", "standard error"):
+        table.add_column(column, justify="left" if column == "part" else "right")
+    for part in next(iter(first.values())):
+        if part in next(iter(second.values())):
+            ours, theirs = (np.array([scores[key][part] for key in first]) for scores in (first, second))
+            error = (ours - theirs).std(ddof=1) / math.sqrt(len(ours))
+            numbers = (f"{ours.mean():.4f}", f"{theirs.mean():.4f}", f"{(ours - theirs).mean():+.4f}", f"{error:.4f}")
+            table.add_row(part, *numbers)
+    Console().print(table)
+    return DONE
+
+
+def _per_image(place: str) -> Mapping[str, Mapping[str, float]]:
+    """{key of an image: {part: bits/dim}}."""
+    try:
+        folder, _, name = place.rpartition("/")
+        if name.endswith(".parquet"):
+            store = open_store(folder or ("/" if place.startswith("/") else "."))
+        else:
+            store = open_store(place)
+            made = [attempt.success for attempt in history(store, "evaluate") if attempt.success is not None]
+            if not made:
+                raise UserError(f"--compare {place}: no finished evaluate in this run folder")
+            newest = max(made, key=lambda success: success.finished)
+            name = join(newest.folder, newest.named["per_image"])
+        rows = pq.read_table(pa.BufferReader(store.read_bytes(name))).to_pylist()
+        return {row.pop("key"): row for row in rows}
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--compare {place}: {error}") from error
 
 
 def list_sources() -> int:

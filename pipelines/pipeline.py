@@ -24,7 +24,6 @@ from pipelines.config import (
     NodeResources,
     PrepareDataNodeConfig,
     ReportNodeConfig,
-    SampleConfig,
     SampleImagesNodeConfig,
     SampleNodeConfig,
     ScoreImagesNodeConfig,
@@ -60,6 +59,7 @@ NOT_SEMANTIC = {
     "pipelines.dag.node": "carries what a node function gets and returns",
     "pipelines.dag.progress": "shows progress",
     "pipelines.nodes.memory": "asks how much a GPU holds at once; the attempt records the answer",
+    "pipelines.nodes.workers": "starts workers and hands out chunks; which one gets which changes nothing",
     "pipelines.tracking": "logs to MLflow and names models in its registry",
     "spn.gpu.flops": "counts FLOPs for a logged utilisation",
 }
@@ -202,9 +202,9 @@ def _evaluate(config: ExperimentConfig, stages: list[str]) -> Node:
         name="evaluate",
         function="pipelines.nodes.evaluate:run",
         needs=("prepare_data", *map(train_node, stages)),
-        reads=_weights(stages) | _shards(config.data.image_size, 8, "train", "test"),
+        reads=_weights(stages, "model.safetensors") | _shards(config.data.image_size, 8, "train", "test"),
         config=EvaluateNodeConfig(**vars(scoring), dataset=config.data.dataset),
-        **_single_process(scoring.resources),
+        **_scored_by(scoring.resources),
     )
 
 
@@ -217,13 +217,13 @@ def _score_images(config: ExperimentConfig, images: UserImages) -> Node:
         reads=_weights(images.stages),
         config=ScoreImagesNodeConfig(**vars(scoring), bits=images.num_bits, images=images),
         source=images.digest,
-        **_single_process(scoring.resources),
+        **_scored_by(scoring.resources),
     )
 
 
 def _scoring(config: ExperimentConfig, stages: Sequence[str]) -> ScoringConfig:
     resources = config.resources.per_node["evaluate"]
-    return ScoringConfig(stages=tuple(stages), batch_size=config.evaluate.batch_size, resources=resources)
+    return ScoringConfig(stages=tuple(stages), **vars(_on_its_device(config).evaluate), resources=resources)
 
 
 def _sample(config: ExperimentConfig, stages: list[str]) -> Node:
@@ -261,7 +261,7 @@ def _sample_images(config: ExperimentConfig, images: UserImages) -> Node:
 
 
 def _drawing(config: ExperimentConfig, stages: Sequence[str]) -> DrawingConfig:
-    sample, resources = _on_its_device(config), config.resources.per_node["sample"]
+    sample, resources = _on_its_device(config).sample, config.resources.per_node["sample"]
     return DrawingConfig(
         stages=tuple(stages),
         batch_size=sample.batch_size,
@@ -274,15 +274,20 @@ def _drawing(config: ExperimentConfig, stages: Sequence[str]) -> DrawingConfig:
     )
 
 
-def _on_its_device(config: ExperimentConfig) -> SampleConfig:
-    """A CPU draws in float32 and by the plain decoder whatever the config says, so there it changes no fingerprint."""
-    on_gpu = config.resources.per_node["sample"].use_gpu
-    return config.sample if on_gpu else dataclasses.replace(config.sample, precision="float32", decoder="plain")
+def _on_its_device(config: ExperimentConfig) -> ExperimentConfig:
+    """A CPU draws and scores in float32, and draws by the plain decoder, whatever the config says: there these settings
+    change no fingerprint."""
+    sample, evaluate = config.sample, config.evaluate
+    if not config.resources.per_node["sample"].use_gpu:
+        sample = dataclasses.replace(sample, precision="float32", decoder="plain")
+    if not config.resources.per_node["evaluate"].use_gpu:
+        evaluate = dataclasses.replace(evaluate, precision="float32")
+    return dataclasses.replace(config, sample=sample, evaluate=evaluate)
 
 
-def _weights(stages: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _weights(stages: Sequence[str], *more: str) -> dict[str, tuple[str, ...]]:
     """What a node that loads networks reads of the train nodes."""
-    return {train_node(stage): WEIGHTS for stage in stages}
+    return {train_node(stage): (*WEIGHTS, *(f"checkpoint/{name}" for name in more)) for stage in stages}
 
 
 def _shards(image_size: int, bits: int, *splits: str) -> dict[str, tuple[str, ...]]:
@@ -292,7 +297,6 @@ def _shards(image_size: int, bits: int, *splits: str) -> dict[str, tuple[str, ..
 
 def _report(config: ExperimentConfig, stages: list[str]) -> Node:
     resources = config.resources.per_node["report"]
-    shown = dataclasses.replace(config, sample=_on_its_device(config))
     return Node(
         name="report",
         function="pipelines.nodes.report:run",
@@ -301,11 +305,16 @@ def _report(config: ExperimentConfig, stages: list[str]) -> Node:
             name=config.name,
             preset=config.name if config.name in preset_names() else None,
             stages=tuple(stages),
-            yaml=to_yaml(shown, semantic_only=True),
+            yaml=to_yaml(_on_its_device(config), semantic_only=True),
         ),
         num_cpus=resources.cpus_per_worker,
         **_retries(resources),
     )
+
+
+def _scored_by(resources: NodeResources) -> dict[str, Any]:
+    """Fields of a node whose one worker is its own process."""
+    return _with_workers(resources) if resources.num_workers > 1 else {**_single_process(resources), "resumable": True}
 
 
 def _single_process(resources: NodeResources) -> dict[str, Any]:

@@ -190,13 +190,13 @@ def bits_table(results: Mapping) -> Table:
     size, count = results["image_size"], results["num_images"]
     table = Table(title=f"bits/dim on {count} test images of {results['dataset']} {size}x{size}", min_width=60)
     table.add_column("part")
-    for column in ("this model", "histogram", "uniform"):
+    for column in ("this model", "standard error", "histogram", "uniform"):
         table.add_column(column, justify="right")
+    keys = ("bits_per_dim", "standard_error", "histogram", "uniform")
     for stage, part in results["stages"].items():
-        table.add_row(stage, *(f"{part[key]:.3f}" for key in ("bits_per_dim", "histogram", "uniform")))
+        table.add_row(stage, *(f"{part[key]:.3f}" for key in keys))
     table.add_section()
-    total = results["total"]
-    table.add_row("total", *(f"{total[key]:.3f}" for key in ("bits_per_dim", "histogram", "uniform")))
+    table.add_row("total", *(f"{results['total'][key]:.3f}" for key in keys))
     if results["generated_bits"] == 8:
         table.caption = f"raw entropy {results['raw_entropy']:.3f}, PNG {results['png']:.3f}"
     return table

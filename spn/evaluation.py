@@ -7,7 +7,7 @@ chain add up to its total. B batch, H W image, S scaling factor.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from spn.bitdepth import stage_values
 from spn.model import SPN, nll_nats
 from spn.ordering import image_to_slices
 
+Forward = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 EVAL_BATCH = 32  # images scored at once in a training's validation; only memory depends on it
 
 
@@ -42,6 +43,25 @@ def image_nats(model: SPN, image: Tensor, given: Tensor | None, *, slices: Seque
         index = torch.full((len(image),), number, device=image.device)
         total += nll_nats(model(values, index, given), values[:, number]).double()
     return total
+
+
+@torch.no_grad()
+def slice_nats(
+    model: SPN, image: Tensor, given: Tensor | None, *, slices: Sequence[int], forward: Forward | None = None
+) -> Tensor:
+    """[B, len(slices), 3] float64: nats of each slice and channel; summed over both, what `image_nats` gives.
+
+    forward: what is called instead of the network itself, such as its compiled form.
+    """
+    assert not model.training, "dropout would make the likelihood of another network than the one at hand"
+    values = image_to_slices(image, model.config.scaling_factor)
+    given = None if given is None else image_to_slices(given, model.config.scaling_factor)
+    found = []
+    for number in slices:
+        logits = (forward or model)(values, torch.full((len(image),), number, device=image.device), given)
+        channels = [nll_nats(logits[:, c : c + 1], values[:, number, c : c + 1]).double() for c in range(3)]
+        found.append(torch.stack(channels, 1))
+    return torch.stack(found, 1)
 
 
 def chain_nats(models: Mapping[str, SPN], image: Tensor) -> dict[str, Tensor]:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 
+def count_values(pixels: np.ndarray) -> np.ndarray:
+    """[3, 256]: how often each channel of uint8 pixels [..., 3] has each value."""
+    return np.stack([np.bincount(pixels[..., channel].ravel(), minlength=256) for channel in range(3)])
+
+
 class Histogram:
     """Per-channel histogram of 8-bit training pixels: the simplest honest model, to be beaten.
 
@@ -16,27 +21,19 @@ class Histogram:
         self.counts = np.ones((3, 256))
 
     def add(self, pixels: np.ndarray) -> None:
-        """Count uint8 pixels [N, H, W, 3]."""
-        for channel in range(3):
-            self.counts[channel] += np.bincount(pixels[..., channel].ravel(), minlength=256)
+        """Count uint8 pixels [..., 3]."""
+        self.counts += count_values(pixels)
 
-    def nats(self, pixels: np.ndarray, *, given_bits: int, num_bits: int) -> float:
-        """Summed nats of bits given_bits .. given_bits + num_bits of uint8 pixels [N, H, W, 3], given those above."""
+    def nats(self, counts: np.ndarray, *, given_bits: int, num_bits: int) -> float:
+        """Summed nats of bits given_bits .. given_bits + num_bits, given those above, of pixels with these counts."""
         whole = self.counts / self.counts.sum(1, keepdims=True)
-        shift = 8 - given_bits - num_bits
-        total = 0.0
-        for channel in range(3):
-            values = pixels[..., channel].ravel()
-            joint = whole[channel].reshape(-1, 2**shift).sum(1)
-            above = joint.reshape(-1, 2**num_bits).sum(1)
-            total -= float((np.log(joint[values >> shift]) - np.log(above[values >> (8 - given_bits)])).sum())
-        return total
+        joint = whole.reshape(3, 2 ** (given_bits + num_bits), -1).sum(2)
+        above = joint.reshape(3, 2**given_bits, -1).sum(2)
+        seen = counts.reshape(3, 2 ** (given_bits + num_bits), -1).sum(2)
+        return float((seen * (np.log(above).repeat(2**num_bits, axis=1) - np.log(joint))).sum())
 
 
-def raw_entropy_bits(pixels: np.ndarray) -> float:
-    """Bits/dim of an ideal per-channel code fitted to these very pixels [N, H, W, 3]: their zeroth-order entropy."""
-    total = 0.0
-    for channel in range(3):
-        p = np.bincount(pixels[..., channel].ravel(), minlength=256) / pixels[..., channel].size
-        total -= float((p[p > 0] * np.log2(p[p > 0])).sum())
-    return total / 3
+def raw_entropy_bits(counts: np.ndarray) -> float:
+    """Bits/dim of an ideal per-channel code fitted to the very pixels of these counts: their zeroth-order entropy."""
+    p = counts / counts.sum(1, keepdims=True)
+    return -float((p * np.log2(p, where=p > 0, out=np.zeros_like(p))).sum()) / 3

@@ -7,15 +7,15 @@ What a use takes follows from the config alone. Everything that does not fit is 
 from __future__ import annotations
 
 import fnmatch
+import functools
 import json
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
-import torch
 
 from data_prep import images, parquet
 from data_prep.files import FileEntry, Store, UserError, open_store, printable
@@ -31,11 +31,12 @@ from pipelines.config import (
     train_node,
 )
 from pipelines.dag.node import NodeContext, NodeResult
+from pipelines.nodes.evaluate import ScoringJob
+from pipelines.nodes.evaluate import score as score_chunks
 from pipelines.nodes.pictures import UNKNOWN, animation, depth_after, display, generation_frames, png, side_by_side
 from pipelines.nodes.sample import ANIMATION, Job, ToDraw, counts, draw, read_chunks, record
-from pipelines.nodes.trained import load_stage_configs, load_stages
+from pipelines.nodes.trained import load_stage_configs
 from spn.config import SPNConfig
-from spn.evaluation import bits_per_dim, chain_nats
 
 FOLDER, RECORD, GRID, TABLE, CSV = "user_images", "record.json", "grid.png", "scores.parquet", "scores.csv"
 NUM_SHOWN = 16  # images in the grid, with all their draws
@@ -83,35 +84,36 @@ def sample(context: NodeContext[SampleImagesNodeConfig]) -> NodeResult:
 
 def score(context: NodeContext[ScoreImagesNodeConfig]) -> NodeResult:
     """score_images: exact bits/dim of images, of each part of the chain and in total."""
-    config = context.config
-    torch.set_num_threads(config.resources.num_threads)
-    user, batch = config.images, config.batch_size
-    models = load_stages(context.inputs, config.stages, device=config.resources.device)
-    size = models[config.stages[0]].config.image_size
-    columns: dict[str, list[float]] = {stage: [] for stage in config.stages}
-    for start in range(0, len(user.keys), batch):
-        values = torch.from_numpy(user.values[start : start + batch].copy()).to(config.resources.device)
-        for stage, nats in chain_nats(models, values.permute(0, 3, 1, 2).long() << (8 - user.num_bits)).items():
-            columns[stage] += [bits_per_dim(n, num_images=1, image_size=size) for n in nats.tolist()]
-        done = min(start + batch, len(user.keys))
-        note = f"{sum(map(sum, columns.values())) / done:.3f} bits/dim"
-        context.progress.update(done, len(user.keys), unit="images", note=note)
-    columns["total"] = [sum(parts) for parts in zip(*columns.values(), strict=True)]
+    config, user = context.config, context.config.images
+    read = functools.partial(_read_images, user.keys, user.values << (8 - user.num_bits))
+    job = ScoringJob(config, context.inputs, context.out, read)
+    table = score_chunks(job, len(user.keys), progress=context.progress).table()
     store = open_store(context.out).sub(FOLDER)
     for name, write, keys in (
         (TABLE, pq.write_table, list(user.keys)),
         (CSV, pyarrow.csv.write_csv, [csv_text(key) for key in user.keys]),
     ):
         buffer = pa.BufferOutputStream()
-        write(pa.table({"key": keys, **columns}), buffer)
+        write(table.set_column(0, "key", pa.array(keys)), buffer)
         store.write_bytes(name, buffer.getvalue().to_pybytes())
     networks = {stage: context.inputs[train_node(stage)].attempt for stage in config.stages}
-    how = {"use": "scores", "stages": config.stages, "bits": config.bits, "batch_size": batch, "networks": networks}
+    how = {
+        "use": "scores",
+        "stages": config.stages,
+        "bits": config.bits,
+        "batch_size": config.batch_size,
+        "networks": networks,
+    }
     store.write_text(RECORD, json.dumps({**how, "images": _named_digests(user)}, indent=1))
-    metrics = {f"user_images/bits_per_dim/{part}": sum(scores) / len(scores) for part, scores in columns.items()}
+    scores = table.drop_columns("key").to_pydict()
+    metrics = {f"user_images/bits_per_dim/{part}": sum(bits) / len(bits) for part, bits in scores.items()}
     with context.run.open() as run:
         run.log_metrics(metrics)
     return NodeResult(outputs={"scores": FOLDER}, metrics=metrics)
+
+
+def _read_images(keys: Sequence[str], images: np.ndarray, rows: range) -> tuple[list[str], np.ndarray]:
+    return list(keys[rows.start : rows.stop]), images[rows.start : rows.stop]
 
 
 def csv_text(name: str) -> str:

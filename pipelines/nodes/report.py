@@ -102,20 +102,28 @@ def _bits_section(results: Results, stages: Sequence[str]) -> str:
     bits, size = results["generated_bits"], results["image_size"]
     notes = [
         f"Exact, on all {results['num_images']} test images of {escape(results['dataset'])} ({size} × {size}, {bits} "
-        "bits): nats of every dim summed and divided once by the dims of the full image, so the parts add up."
+        "bits): nats of every dim summed and divided once by the dims of the full image, so the parts add up. The "
+        "standard error is over images."
     ]
     if "size_upscale_as_plain_spn" in results:
         notes.append(
             "size_upscale scored on all slices, as a model of its own without first_slice: "
             f"{results['size_upscale_as_plain_spn']:.3f} bits/dim."
         )
+    for found, how in (
+        (results.get("in_float32"), "in float32"),
+        (results.get("with_raw_weights"), "with raw instead of averaged weights"),
+    ):
+        if found is not None:
+            change = f"{found['difference']:+.4f} ± {found['standard_error']:.4f}"
+            notes.append(f"Scored {how}, the first {found['num_images']} images differ by {change} bits/dim.")
     if bits == 8:
         notes.append(
             f"For comparison: raw entropy of these test images (an ideal code of each channel's values) "
             f"{results['raw_entropy']:.3f}, as PNG files {results['png']:.3f} bits/dim."
         )
     return (
-        "<h2>Bits/dim</h2><table><tr><th>part<th>this model<th>histogram<th>uniform</tr>"
+        "<h2>Bits/dim</h2><table><tr><th>part<th>this model<th>standard error<th>histogram<th>uniform</tr>"
         + "".join(rows)
         + total
         + "</table>"
@@ -126,7 +134,8 @@ def _bits_section(results: Results, stages: Sequence[str]) -> str:
 
 def _row(label: str, part: Part, css: str = "") -> str:
     best = " class=best" if part["bits_per_dim"] < part["histogram"] else ""
-    numbers = f"<td{best}>{part['bits_per_dim']:.3f}<td>{part['histogram']:.3f}<td>{part['uniform']:.3f}"
+    rest = "".join(f"<td>{part[key]:.3f}" for key in ("standard_error", "histogram", "uniform"))
+    numbers = f"<td{best}>{part['bits_per_dim']:.3f}{rest}"
     return f"<tr{css}><td>{label}{numbers}</tr>"
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ from pipelines.nodes.pictures import (
     side_by_side,
 )
 from pipelines.nodes.trained import checkpoint_step, load_stage_configs, load_stages
+from pipelines.nodes.workers import each, gang, gang_name
 from spn.config import SPNConfig
 from spn.model import SPN
 from spn.ordering import image_to_slices
@@ -141,9 +141,7 @@ def chunks_of(images: ToDraw, *, size: int) -> list[Chunk]:
 def draw(job: Job, images: ToDraw, *, progress: Reporter) -> list[Chunk]:
     """Draws the chunks that are not on storage yet, side by side on resources.num_workers Ray actors; returns all.
 
-    The workers start together or not at all: two runs that hold half of the GPUs each would wait for each other.
-    A worker that dies is replaced and its chunk drawn again, resources.max_failures times; then Ray's error is raised.
-    What is finished stays on storage either way. Raises UserError if not even one image fits into a GPU.
+    What is finished stays on storage whatever happens. Raises UserError if not even one image fits into a GPU.
     """
     import ray
 
@@ -151,31 +149,20 @@ def draw(job: Job, images: ToDraw, *, progress: Reporter) -> list[Chunk]:
     store.remove_temporaries()
     resources, pixels_each = job.config.resources, pixels_to_draw(job, configs)
     total = pixels_each * len(images.keys)
-    retries = {"max_restarts": resources.max_failures, "max_task_retries": resources.max_failures}
     share = -(-len(images.keys) // resources.num_workers)
-    gang = gang_name(job)
     workers: list[Any] = []
 
-    def remove_gang() -> None:
-        with contextlib.suppress(ValueError):  # there is none of this name
-            ray.util.remove_placement_group(ray.util.get_placement_group(gang))
-
     def start_workers(most: int) -> None:
-        if workers or not most:
-            return
-        remove_gang()  # of an earlier start in this Ray session that was killed
-        bundles = [resources.worker] * min(resources.num_workers, most)
-        group = ray.util.placement_group(bundles, strategy="PACK", name=gang)
-        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
-        takes = {"num_cpus": resources.worker["CPU"], "num_gpus": resources.worker.get("GPU", 0)}
-        worker_class = ray.remote(**takes, **retries, scheduling_strategy=strategy)(DrawingWorker)
-        workers.extend(worker_class.remote(job, progress, total) for _ in bundles)
+        if not workers and most:
+            num, name = min(resources.num_workers, most), gang_name("draw", job.out)
+            started = gang(DrawingWorker, job, progress, total, num=num, resources=resources, name=name)
+            workers.extend(stack.enter_context(started))
 
     def unfinished(size: int) -> list[Chunk]:
         present = {entry.path for entry in store.walk()}
         return [c for c in chunks_of(images, size=size) if not _is_finished(store, configs, c, present)]
 
-    try:
+    with contextlib.ExitStack() as stack:
         size, device = recorded_size(store)
         if size is None and not resources.use_gpu:
             size, device = job.config.batch_size or min(share, ON_CPU), "cpu"
@@ -197,28 +184,9 @@ def draw(job: Job, images: ToDraw, *, progress: Reporter) -> list[Chunk]:
         left = sum(len(chunk.images.keys) for chunk in todo)
         progress.update(total - pixels_each * left, total, unit="pixels", note=f"{size:,} at once")
         start_workers(len(todo))
-        running: dict[Any, tuple[Any, Chunk]] = {}
-        idle, waiting = list(workers), list(reversed(todo))
-        while waiting or running:
-            while waiting and idle:
-                worker, chunk = idle.pop(), waiting.pop()
-                running[worker.draw.remote(chunk)] = worker, chunk
-            (reference,), _ = ray.wait(list(running), num_returns=1)
-            worker, chunk = running.pop(reference)
-            ray.get(reference)  # raises what went wrong there
-            idle.append(worker)
+        for chunk, _ in each(workers, "draw", todo):
             _part(progress, chunk).update(pixels_each * len(chunk.images.keys), total, unit="pixels")
-    finally:
-        for worker in workers:
-            ray.kill(worker)
-        if workers:
-            remove_gang()
     return chunks
-
-
-def gang_name(job: Job) -> str:
-    """Of the placement group, by which a later start finds it."""
-    return f"draw-{hashlib.sha256(job.out.encode()).hexdigest()[:16]}"
 
 
 def recorded_size(store: Store) -> tuple[int | None, str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from data_prep.files import UserError, join, open_store
 from pipelines.dag.node import NodeOutput
-from spn.checkpoint import CONFIG, EMA, check_start, load_config, load_model, start_weights
+from spn.checkpoint import CONFIG, EMA, MODEL, check_start, load_config, load_model, load_weights, start_weights
 from spn.config import SPNConfig
 from spn.model import SPN
 
@@ -35,6 +35,12 @@ def load_stages(inputs: Mapping[str, NodeOutput], stages: Sequence[str], *, devi
         with _downloaded(checkpoint_uri(inputs[f"train_{stage}"]), CONFIG, EMA) as folder:
             models[stage] = load_model(folder, device=device)
     return models
+
+
+def load_raw_weights(inputs: Mapping[str, NodeOutput], stage: str, *, device: str) -> dict[str, Tensor]:
+    """A stage's weights as its last step left them, not averaged."""
+    with _downloaded(checkpoint_uri(inputs[f"train_{stage}"]), MODEL) as folder:
+        return load_weights(folder, averaged=False, device=device)
 
 
 def load_stage_configs(inputs: Mapping[str, NodeOutput], stages: Sequence[str]) -> dict[str, SPNConfig]:

@@ -295,7 +295,7 @@ def test_stages_follow_the_systems_of_the_paper_and_the_bits(
 def test_resources_of_one_node_are_its_own_and_no_part_of_what_it_computes() -> None:
     changes = ["train_size_upscale.num_workers=2", "train_size_upscale.cpus_per_worker=3", "evaluate.use_gpu=true"]
     changes += ["sample.cpus_per_worker=4", "sample.num_workers=3", "prepare_data.max_failures=9"]
-    config = load("debug", [f"resources.per_node.{change}" for change in changes])
+    config = load("debug", ["evaluate.precision=float32", *(f"resources.per_node.{change}" for change in changes)])
     plain, changed = ({node.name: node for node in nodes(each)} for each in (load("debug"), config))
     assert {name: canonical(node.config) for name, node in plain.items()} == {
         name: canonical(node.config) for name, node in changed.items()
@@ -320,7 +320,8 @@ def test_what_decides_no_result_is_in_no_fingerprint() -> None:
     changes += ["data.max_quarantine_fraction=0.2"]  # a build that gave up resumes with its finished shards
     assert semantic(*changes) == semantic()
     assert semantic("train.checkpoint_every_steps=12") != semantic(), "the best checkpoint is what is handed over"
-    assert semantic("sample.precision=float32", "sample.decoder=plain") == semantic(), "a CPU heeds neither"
+    on_gpu = ["sample.precision=float32", "sample.decoder=plain", "evaluate.precision=float32"]
+    assert semantic(*on_gpu) == semantic(), "a CPU heeds none of these"
     gpu = "resources.per_node.sample.use_gpu=true"
     drawn = [semantic(gpu, *more) for more in ((), ("sample.precision=float32",), ("sample.decoder=plain",))]
     assert all(one["sample"] != other["sample"] for one, other in zip(drawn, drawn[1:], strict=False))

@@ -88,7 +88,7 @@ CHANGES = {
     "sampler": ("spn/sampling.py", "import torch", "import torch as t", ["sample"]),
     # Imported inside functions.
     "kernels of the sampler": ("spn/gpu/fused.py", "import torch", "import torch as t", ["sample"]),
-    "fast training": ("spn/gpu/training.py", "def speed_up(", "def speed_up_(", [*TRAINS, "sample"]),
+    "fast training": ("spn/gpu/training.py", "def speed_up(", "def speed_up_(", [*TRAINS, "evaluate", "sample"]),
     "resize": ("data_prep/resize.py", "def resize_area(", "def resize_area_(", ["prepare_data"]),
     "reader": ("data_prep/sources/folder.py", "def index(", "def index_(", ["prepare_data"]),
     "report": ("pipelines/nodes/report.py", "Learning curves", "Curves", ["report"]),
@@ -183,7 +183,7 @@ DECIDE_NOTHING = {  # an addition lets changed results be skipped, so it needs a
     *("data_prep.files", "data_prep.lock", "data_prep.verify"),
     *("pipelines.cluster", "pipelines.config", "data_prep.ray_compat", "pipelines.tracking"),
     *("pipelines.dag.masking", "pipelines.dag.node", "pipelines.dag.progress", "pipelines.nodes.memory"),
-    "spn.gpu.flops",
+    *("pipelines.nodes.workers", "spn.gpu.flops"),
 }
 
 

@@ -1,52 +1,195 @@
-"""Parts of a chain's score add up.  python -m pytest tests/pipelines/nodes/test_evaluate.py"""
+"""Scoring in chunks: exact whoever scores them and however often it is stopped; results with their errors.
+
+python -m pytest tests/pipelines/nodes/test_evaluate.py
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
+from data_prep.files import open_store
+from data_prep.parquet import Manifest, ShardWriter, schema
+from pipelines import cli
 from pipelines.config import EvaluateNodeConfig, NodeResources
 from pipelines.dag.node import NodeContext, NodeOutput
 from pipelines.dag.progress import Reporter
 from pipelines.nodes import evaluate
+from pipelines.nodes.evaluate import ScoringJob, ScoringWorker, score
 from pipelines.nodes.trained import load_stages
 from pipelines.tracking import RunHandle
-from spn.evaluation import chain_nats
-from spn.histogram import Histogram
+from spn.checkpoint import MODEL
+from spn.evaluation import bits_per_dim, chain_nats, image_nats
+from spn.histogram import Histogram, count_values
 
 STAGES = ("first_slice", "size_upscale", "depth_upscale")
+NUM, SIDE = 7, 8
+KEYS = [f"image {number}" for number in range(NUM)]
+IMAGES = np.random.default_rng(0).integers(256, size=(2 * NUM, SIDE, SIDE, 3)).astype(np.uint8)
+TRAIN, TEST = IMAGES[:NUM], IMAGES[NUM:]
 
 
-def test_parts_of_the_whole_chain_add_up(networks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slice (0, 0) counts once: as the first slice's. With it, size_upscale is a network of its own as well."""
-    test, names = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 3), dtype=np.uint8), list("abcde")
-    manifest = SimpleNamespace(dataset="noise")
-    dataset = SimpleNamespace(manifest=manifest, uri="", num_images=lambda _: 5, split_digest=lambda **_: "digest")
-    monkeypatch.setattr(evaluate, "open_dataset", lambda _: dataset)
-    monkeypatch.setattr(
-        evaluate, "_batches", lambda *_, batch: [(names[:batch], test[:batch]), (names[batch:], test[batch:])]
+def config(workers: int = 1) -> EvaluateNodeConfig:
+    """Three chunks: of 3, 3 and 1 images."""
+    resources = NodeResources(num_workers=workers, cpus_per_worker=0.5)
+    return EvaluateNodeConfig(stages=STAGES, batch_size=3, precision="float32", resources=resources, dataset="tiny")
+
+
+def read(rows: range) -> tuple[list[str], np.ndarray]:
+    return KEYS[rows.start : rows.stop], TEST[rows.start : rows.stop]
+
+
+@pytest.fixture
+def job(networks: dict[str, NodeOutput], tmp_path: Path) -> Callable[..., ScoringJob]:
+    return lambda folder="scored", workers=1: ScoringJob(config(workers), networks, str(tmp_path / folder), read)
+
+
+@pytest.fixture
+def exact(networks: dict[str, NodeOutput]) -> dict[str, np.ndarray]:
+    """{stage: bits/dim of each image}, all images in one batch."""
+    image = torch.from_numpy(TEST).permute(0, 3, 1, 2).long()
+    nats = chain_nats(load_stages(networks, STAGES, device="cpu"), image)
+    return {stage: part.numpy() * bits_per_dim(1, num_images=1, image_size=SIDE) for stage, part in nats.items()}
+
+
+def test_each_image_is_scored_exactly(job, exact) -> None:
+    table = score(job(), NUM, progress=Reporter("evaluate")).table()
+    assert table.column("key").to_pylist() == KEYS
+    for stage, expected in exact.items():
+        assert table.column(stage).to_numpy() == pytest.approx(expected, rel=1e-6)
+    assert table.column("total").to_numpy() == pytest.approx(sum(exact.values()), rel=1e-6)
+
+
+def test_a_later_start_scores_what_is_missing_or_damaged(job, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, files = score(job(), NUM, progress=Reporter("evaluate")).table(), Path(job().out, "scores")
+    names = sorted(file.name for file in files.iterdir())
+    Path(files, names[0]).unlink()
+    cut = Path(files, names[2])
+    cut.write_bytes(cut.read_bytes()[:-40])
+    done, real = list[range](), ScoringWorker.score
+    monkeypatch.setattr(ScoringWorker, "score", lambda worker, rows: done.append(rows) or real(worker, rows))
+    assert score(job(), NUM, progress=Reporter("evaluate")).table() == before
+    assert done == [range(0, 3), range(6, 7)]
+
+
+def test_several_workers_score_the_same(job, ray_in_this_process: list[Any]) -> None:
+    alone = score(job(), NUM, progress=Reporter("evaluate")).table()
+    assert score(job("shared", workers=2), NUM, progress=Reporter("evaluate")).table() == alone
+    assert len(ray_in_this_process) == 2
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> NodeOutput:
+    """Of seven training and seven test images, in row groups of two."""
+    store, fields, shards = open_store(str(tmp_path / "dataset")), list(schema(SIDE))[:-1], []
+    columns = [KEYS, [None] * NUM, [SIDE] * NUM, [SIDE] * NUM, [0] * NUM]
+    names = pa.table(
+        [pa.array(column, field.type) for column, field in zip(columns, fields, strict=True)], schema=pa.schema(fields)
     )
-    monkeypatch.setattr(evaluate, "_train_histogram", lambda *_: Histogram())
-    config = EvaluateNodeConfig(stages=STAGES, batch_size=3, resources=NodeResources(), dataset="noise")
-    inputs = networks | {"prepare_data": NodeOutput(str(tmp_path), {"dataset": "dataset"}, {}, "a")}
-    where = {"inputs": inputs, "out": str(tmp_path), "run": RunHandle(), "progress": Reporter("evaluate")}
-    evaluate.run(NodeContext("evaluate", "f", "a", config, **where))
+    settings: dict[str, Any] = dict(resolutions=[SIDE], bits=[8])
+    for split, images in (("train", TRAIN), ("test", TEST)):
+        with ShardWriter(store, split=split, index=0, num_shards=1, row_group_rows=2, **settings) as writer:
+            writer.append(names, {SIDE: images})
+        shards += writer.shards()
+    counts = {"train": NUM, "test": NUM}
+    manifest = Manifest("tiny", "p", settings, {}, counts, counts, {}, {}, "", {}, shards, {})
+    store.write_text("manifest.json", manifest.to_json())
+    return NodeOutput(str(tmp_path), {"dataset": "dataset"}, {}, "attempt")
 
-    results = json.loads((tmp_path / "results.json").read_text())
-    parts = results["stages"].values()
-    for column in ("uniform", "histogram"):  # a histogram of no pixels is uniform
-        assert [part[column] for part in parts] == pytest.approx([3 / 4, 9 / 4, 3])
-    for column in ("bits_per_dim", "histogram", "uniform"):
-        assert sum(part[column] for part in parts) == pytest.approx(results["total"][column], abs=1e-9)
-    table = pq.read_table(tmp_path / "per_image.parquet").to_pydict()
-    assert table["key"] == names and np.mean(table["total"]) == pytest.approx(results["total"]["bits_per_dim"])
-    alone = load_stages(networks, STAGES[1:], device="cpu")
-    nats = chain_nats(alone, torch.from_numpy(test).permute(0, 3, 1, 2).long())["size_upscale"]
-    bits = nats.sum().item() / np.log(2) / test.size
-    assert results["size_upscale_as_plain_spn"] == pytest.approx(bits, rel=1e-6)
+
+def test_results(networks, dataset, exact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = load_stages(networks, STAGES, device="cpu")
+    raw = {stage: {name: 1.1 * value for name, value in model.state_dict().items()} for stage, model in models.items()}
+    monkeypatch.setattr(evaluate, "load_raw_weights", lambda inputs, stage, device: raw[stage])
+    context = NodeContext(
+        node="evaluate",
+        fingerprint="f",
+        attempt="a",
+        config=config(),
+        inputs={**networks, "prepare_data": dataset},
+        out=str(tmp_path / "out"),
+        run=RunHandle(),
+        progress=Reporter("evaluate"),
+    )
+    metrics = evaluate.run(context).metrics
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    for stage, expected in exact.items():
+        part, bits = results["stages"][stage], 3
+        assert part["bits_per_dim"] == pytest.approx(expected.mean(), rel=1e-6) == metrics[f"test/bits_per_dim/{stage}"]
+        assert part["standard_error"] == pytest.approx(expected.std(ddof=1) / NUM**0.5, rel=1e-5)
+        dims = {"first_slice": 1 / 4, "size_upscale": 3 / 4, "depth_upscale": 1}[stage]
+        assert part["uniform"] == pytest.approx(bits * dims)
+        assert len(part["slices"]) == 4 * dims and np.mean(part["slices"]) * dims == pytest.approx(part["bits_per_dim"])
+        assert np.mean(part["channels"]) * dims == pytest.approx(part["bits_per_dim"])
+    total = sum(exact.values())
+    assert results["total"]["bits_per_dim"] == pytest.approx(total.mean(), rel=1e-6)
+    assert results["total"]["standard_error"] == pytest.approx(total.std(ddof=1) / NUM**0.5, rel=1e-5)
+    histogram = Histogram()
+    histogram.add(TRAIN)
+    nats = histogram.nats(count_values(TEST), given_bits=0, num_bits=6)
+    assert results["total"]["histogram"] == pytest.approx(nats / np.log(2) / TEST.size)
+    assert results["generated_bits"] == 6 and results["png"] > 8 and results["precision"] == "float32"
+    image = torch.from_numpy(TEST).permute(0, 3, 1, 2).long()
+    alone = float(image_nats(models["size_upscale"], image >> 5, None, slices=range(4)).sum()) / np.log(2) / TEST.size
+    assert results["size_upscale_as_plain_spn"] == pytest.approx(alone, rel=1e-6)
+    for stage, model in models.items():
+        model.load_state_dict(raw[stage])
+    change = sum(chain_nats(models, image[:3]).values()).numpy() / np.log(2) / (3 * SIDE**2) - total[:3]
+    assert results["with_raw_weights"] == pytest.approx(
+        {"difference": change.mean(), "standard_error": change.std(ddof=1) / 3**0.5, "num_images": 3}, rel=1e-4
+    )
+    table = pq.read_table(tmp_path / "out/per_image.parquet")
+    assert table.column_names == ["key", *STAGES, "total"] and table.column("key").to_pylist() == KEYS
+
+
+def test_raw_weights_are_those_of_the_last_step(networks, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    output = networks["train_first_slice"]
+    copy = dataclasses.replace(output, uri=str(tmp_path))
+    (tmp_path / "step-1").mkdir()
+    save_file({"weight": torch.tensor([1.0, 2.0])}, tmp_path / "step-1" / MODEL)
+    found = evaluate.load_raw_weights({"train_first_slice": copy}, "first_slice", device="cpu")
+    assert found["weight"].tolist() == [1.0, 2.0]
+
+
+# ---- --compare ------------------------------------------------------------------------------------------------------
+
+
+def scores_file(path: Path, keys: str, total: list[float], **parts: list[float]) -> str:
+    pq.write_table(pa.table({"key": list(keys), "total": total, **parts}), path)
+    return str(path)
+
+
+def test_runs_are_compared_image_by_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = scores_file(tmp_path / "a.parquet", "abc", [1.0, 5.0, 9.0], only_here=[0.0, 0.0, 0.0])
+    second = scores_file(tmp_path / "b.parquet", "cab", [8.5, 0.5, 4.2])
+    assert cli.main(["--compare", first, "--compare", second], prog="evaluate.py", only=("evaluate",)) == 0
+    printed = capsys.readouterr().out
+    assert "only_here" not in printed and "bits/dim of 3 images" in printed
+    (line,) = (line for line in printed.splitlines() if "total" in line)
+    assert line.replace("│", " ").split() == ["total", "5.0000", "4.4000", "+0.6000", "0.1000"]
+
+
+def test_scores_of_other_images_and_runs_without_scores_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (scores_file(tmp_path / f"{key}.parquet", key, [1.0]) for key in "ab")
+    for places, text in (
+        ([first, second], "score different images"),
+        ([first, str(tmp_path)], "no finished evaluate"),
+        ([first, str(tmp_path / "none.parquet")], "none.parquet"),
+        ([first] * 3, "given 3 times"),
+    ):
+        arguments = [word for place in places for word in ("--compare", place)]
+        assert cli.main(arguments, prog="evaluate.py", only=("evaluate",)) == 2
+        assert text in capsys.readouterr().err

@@ -28,8 +28,9 @@ from pipelines.config import NodeResources, SampleNodeConfig
 from pipelines.dag.node import NodeContext, NodeOutput
 from pipelines.dag.progress import Reporter, Update
 from pipelines.nodes import sample
-from pipelines.nodes.sample import DrawingWorker, Job, ToDraw, chunks_of, draw, gang_name, read_chunks
+from pipelines.nodes.sample import DrawingWorker, Job, ToDraw, chunks_of, draw, read_chunks
 from pipelines.nodes.trained import load_stage_configs, load_stages
+from pipelines.nodes.workers import gang_name
 from pipelines.tracking import RunHandle
 from spn.sampling import rows_to_sample, sample_chain
 
@@ -189,10 +190,10 @@ def test_an_error_in_a_chunk_ends_the_node_and_keeps_what_is_finished(job, ray_s
     import ray
 
     wrong, images = job("wrong", batch_size=1), ToDraw(("a", "b\0"), (0, 1))  # no file can have the second name
-    ray.util.placement_group([{"CPU": 0.5}], name=gang_name(wrong))
+    ray.util.placement_group([{"CPU": 0.5}], name=gang_name("draw", wrong.out))
     with pytest.raises(ValueError, match="null"):
         draw(wrong, images, progress=Reporter("sample"))
-    groups = [g for g in ray.util.placement_group_table().values() if g["name"] == gang_name(wrong)]
+    groups = [g for g in ray.util.placement_group_table().values() if g["name"] == gang_name("draw", wrong.out)]
     assert [group["state"] for group in groups] == ["REMOVED"] * 2, "the start's own, and that of a killed one"
     assert sorted(content(wrong.out)) == ["chunks.json", "images/a.png", f"{PARQUET}/samples-00000-of-00002.parquet"]
 

@@ -1,0 +1,64 @@
+"""Workers of one node: Ray actors that start together or not at all, each doing one chunk after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pipelines.config import NodeResources
+
+
+@contextlib.contextmanager
+def gang(worker: type, *arguments: Any, num: int, resources: NodeResources, name: str) -> Iterator[list[Any]]:
+    """`num` actors of a class; they end with the block.
+
+    They start together or not at all: two runs that hold half of the GPUs each would wait for each other. An actor that
+    dies is replaced and its call made again, resources.max_failures times; then Ray's error is raised.
+    name: of their placement group, which is removed first if a killed start left it behind in this Ray session.
+    """
+    import ray
+
+    def remove_group() -> None:
+        with contextlib.suppress(ValueError):  # there is none of this name
+            ray.util.remove_placement_group(ray.util.get_placement_group(name))
+
+    remove_group()
+    actors: list[Any] = []
+    try:
+        group = ray.util.placement_group([resources.worker] * num, strategy="PACK", name=name)
+        remote = ray.remote(
+            num_cpus=resources.worker["CPU"],
+            num_gpus=resources.worker.get("GPU", 0),
+            max_restarts=resources.max_failures,
+            max_task_retries=resources.max_failures,
+            scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group),
+        )(worker)
+        actors.extend(remote.remote(*arguments) for _ in range(num))
+        yield actors
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        remove_group()
+
+
+def gang_name(purpose: str, out: str) -> str:
+    """Of a gang that writes to a folder, by which a later start finds its placement group."""
+    return f"{purpose}-{hashlib.sha256(out.encode()).hexdigest()[:16]}"
+
+
+def each(actors: Iterable[Any], method: str, chunks: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """(chunk, what `method` returned for it) as they are done, each on an idle actor. Raises its errors."""
+    import ray
+
+    idle, waiting = list(actors), list(chunks)[::-1]
+    running: dict[Any, tuple[Any, Any]] = {}
+    while waiting or running:
+        while waiting and idle:
+            actor, chunk = idle.pop(), waiting.pop()
+            running[getattr(actor, method).remote(chunk)] = actor, chunk
+        (reference,), _ = ray.wait(list(running), num_returns=1)
+        actor, chunk = running.pop(reference)
+        yield chunk, ray.get(reference)
+        idle.append(actor)
