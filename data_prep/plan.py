@@ -249,8 +249,8 @@ def describe_splits(config: DataConfig, source: Source) -> str:
     if config.split != "auto":
         return f"by split={config.split}" + (", not the source's own" if given else "")
     if not given:
-        hint = f"; {source.split_like} sets none (split=file with lines 'key,split' does)" if source.split_like else ""
-        return f"drawn by the seed{hint}"
+        names = "only folders or files named train, and valid or test, are splits; lists need split=file"
+        return "drawn by the seed" + (f", not by {source.split_like} ({names})" if source.split_like else "")
     counts = {split: f"num_{split}_photos" for split in ("valid", "test") if getattr(config, f"num_{split}_photos")}
     drawn = "".join(f", {split} drawn from train" for split in counts if split not in given)
     unused = " and ".join(counts[split] for split in given if split in counts)

@@ -130,8 +130,8 @@ def test_the_build_says_where_the_splits_come_from(tmp_path: pathlib.Path):
     )
     assert said(*own, split="by_photo") == "by split=by_photo, not the source's own"
     assert said("a/0.png") == "drawn by the seed"
-    assert "a/test/0.png sets none (split=file with lines 'key,split' does)" in said("a/test/0.png", "a/b/0.png")
-    assert "train_test_split.txt sets none" in said("a.png", "train_test_split.txt")
+    assert "drawn by the seed, not by a/test/0.png (only folders or" in said("a/test/0.png", "a/b/0.png")
+    assert "not by train_test_split.txt (" in said("a.png", "train_test_split.txt")
 
 
 def test_archives_and_images_side_by_side(tmp_path: pathlib.Path):
