@@ -66,20 +66,22 @@ NOT_SEMANTIC = {
 SOURCES = Sources(ROOT, ("spn", "data_prep", "pipelines"), frozenset(NOT_SEMANTIC))
 
 
-class Unreadable(UserError):
-    """The raw images cannot be listed."""
-
-
 def nodes(
-    config: ExperimentConfig, *, images: UserImages | None = None, listed: bool = True, unreadable: str = ""
+    config: ExperimentConfig, *, images: UserImages | None = None, listed: bool = True, may_be_gone: bool = False
 ) -> list[Node]:
     """All nodes of the pipeline; with the user's images the one that reads them, and those upstream of it.
 
     listed: whether the raw images are listed and weights to start from are read, which fingerprints need. Raises
-    Unreadable where there are no images, or where the dataset has the id of another; `unreadable`, its message, makes a
-    finished dataset do.
+    UserError where there are no images, or where the dataset has the id of another; if they may_be_gone, a finished
+    dataset will do.
     """
-    reader, source = _listing(config.data) if listed and not unreadable else ("", "")
+    reader, source, unreadable = "", "", ""
+    try:
+        reader, source = _listing(config.data) if listed else ("", "")
+    except UserError as error:
+        if not may_be_gone:
+            raise
+        unreadable = str(error)
     prepare = dataclasses.replace(_prepare_data(config, reader, source), unreadable=unreadable)
     if images is not None:
         reads_them = _score_images if images.node == SCORE_IMAGES else _sample_images
@@ -101,11 +103,11 @@ def _listing(data: DataConfig) -> tuple[str, str]:
         name, listing_hash = identify(data)
         check_id(data, name)
     except OSError as error:
-        raise Unreadable(f"data.root is {data.root!r}; it cannot be read: {error}") from error
+        raise UserError(f"data.root is {data.root!r}; it cannot be read: {error}") from error
     except Unplannable as error:
-        raise Unreadable(f"data.{error}") from error
+        raise UserError(f"data.{error}") from error
     except ValueError as error:
-        raise Unreadable(f"data.root: {error}") from error
+        raise UserError(f"data.root: {error}") from error
     return f"data_prep.sources.{name}", listing_hash
 
 

@@ -242,13 +242,8 @@ def check_photos(config: ExperimentConfig) -> None:
 
 def nodes_of(config: ExperimentConfig, store: Store, *, images: UserImages | None = None) -> list[Node]:
     """The config's nodes. A run folder whose photos are gone since does with the dataset that it has."""
-    try:
-        return pipeline.nodes(config, images=images)
-    except pipeline.Unreadable as error:
-        made_from, now = _roots(store, config)
-        if made_from != now:
-            raise
-        return pipeline.nodes(config, images=images, unreadable=str(error))
+    made_from, now = _roots(store, config)
+    return pipeline.nodes(config, images=images, may_be_gone=made_from == now)
 
 
 def _roots(store: Store, config: ExperimentConfig) -> tuple[str | None, str]:

@@ -144,18 +144,24 @@ def test_settings_retrain_nothing_extend_a_training_or_say_why_it_begins_anew(pr
     assert reason == f"{change}1000; from the beginning, {why}" and project.plan()[TRAINS[0]].extends is None
 
 
-def test_a_finished_dataset_does_without_its_raw_images(project: Project) -> None:
+def test_a_finished_dataset_does_without_its_raw_images(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     def nodes(*overrides: str) -> list[Node]:
-        return pipeline.nodes(load("debug", overrides), unreadable="the photos are gone")
+        return pipeline.nodes(load("debug", overrides), may_be_gone=True)
+
+    def gone(*_: object) -> None:
+        raise OSError("gone")
+
+    monkeypatch.setattr(pipeline, "identify", gone)
+    message = "data.root is None; it cannot be read: gone"
 
     project.nodes = nodes()
     assert {decision.action for decision in project.plan().decisions} == {"skip"}
-    assert project.plan()["prepare_data"].reason.endswith("; the photos are gone")
+    assert project.plan()["prepare_data"].reason.endswith(f"; {message}")
     for options in ({"rerun": ["prepare_data"]}, {"start_from": ["prepare_data"]}):
-        with pytest.raises(UserError, match="^the photos are gone$"):
+        with pytest.raises(UserError, match=f"^{message}$"):
             project.plan(**options)
     project.nodes = nodes("data.tile_size=32")
-    with pytest.raises(UserError, match="^the photos are gone$"):
+    with pytest.raises(UserError, match=f"^{message}$"):
         project.plan()
 
 

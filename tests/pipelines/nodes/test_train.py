@@ -359,13 +359,13 @@ class Ray:
     def keep_intact(self) -> tuple[int, list[str]]:
         return ray_compat.keep_intact_checkpoints(self.store.sub(RUN), score=train.SCORE)
 
-    def train(self) -> list[str]:
+    def train(self, num_steps: int = STEPS) -> list[str]:
         """To the end, from what storage holds. Returns what was said of damaged checkpoints."""
         first, lines = self.keep_intact()
-        shard = Shard(0, 1, first, num_steps=STEPS - first)
+        shard = Shard(0, 1, first, num_steps=num_steps - first)
         self.monkeypatch.setattr(train.ray.train, "get_dataset_shard", lambda _: shard)
         every = dict.fromkeys(("eval_every_steps", "checkpoint_every_steps"), 1)
-        self.work(fit, train=TrainConfig(num_steps=STEPS, batch_size=BATCH, micro_batch_size=4, **every))
+        self.work(fit, train=TrainConfig(num_steps=num_steps, batch_size=BATCH, micro_batch_size=4, **every))
         self.keep_intact()  # as Ray commits each of them
         return lines
 
@@ -410,6 +410,20 @@ def test_a_training_resumes_from_its_newest_intact_checkpoint_and_ends_like_an_u
         assert lines[0].startswith(f"{newest.name} is damaged ({line}")
         assert lines[0].endswith(f" and set aside as damaged-{newest.name}")
         assert newest.with_name(f"damaged-{newest.name}").is_dir()
+
+
+def test_a_longer_training_extends_a_finished_one_to_the_weights_of_an_unbroken_one(in_ray: Ray) -> None:
+    in_ray.train()
+    whole = (in_ray.checkpoint(STEPS) / "model.safetensors").read_bytes()
+    shutil.rmtree(in_ray.checkpoint(""))
+    in_ray.train(num_steps=STEPS - 2)
+    finished = in_ray.checkpoint("").rename(in_ray.checkpoint("").with_name("finished"))
+    for _ in range(2):  # the second time it has checkpoints of its own
+        ray_compat.copy_checkpoints(in_ray.store.sub("finished"), in_ray.store.sub(RUN))
+        in_ray.train(num_steps=STEPS - 1)
+    in_ray.train()
+    assert (in_ray.checkpoint(STEPS) / "model.safetensors").read_bytes() == whole
+    assert sorted(file.name for file in finished.iterdir() if file.is_dir()) == ["step-00000001", "step-00000002"]
 
 
 def test_what_a_killed_writer_left_is_no_checkpoint(in_ray: Ray) -> None:
