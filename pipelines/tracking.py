@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, unquote, urlsplit
 
 from data_prep.files import Store, UserError
@@ -179,8 +179,11 @@ class _Server:
                 self._client = make_client(self.uri)
             call(self._client)
         except Exception as error:  # whatever goes wrong with the mirror must not stop the work
-            again = is_unreachable(error)
-            self.failed(str(error) or type(error).__name__, pause=again)
+            again, cause = is_unreachable(error), cast(BaseException, error)
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            shown = cause if isinstance(cause, sqlite3.Error) else error  # SQLAlchemy's own words come before its
+            self.failed(str(shown) or type(error).__name__, pause=again)
             return not again
         return True
 

@@ -454,16 +454,18 @@ class Refusing:
 def test_a_full_disk_is_one_warning_with_the_database(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    full = sqlalchemy.exc.OperationalError("INSERT", {}, sqlite3.OperationalError("database or disk is full"))
-    monkeypatch.setattr(tracking, "make_client", lambda uri: Refusing(MlflowException(full, TEMPORARILY_UNAVAILABLE)))
+    cause = sqlite3.OperationalError("database or disk is full")
+    full = sqlalchemy.exc.OperationalError("INSERT", {}, cause)
+    error = MlflowException(full, TEMPORARILY_UNAVAILABLE)
+    error.__cause__, full.__cause__ = full, cause
+    monkeypatch.setattr(tracking, "make_client", lambda uri: Refusing(error))
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     (tmp_path / "mlflow.db").touch()
     with RunHandle(uri, "r").open() as run:
         for _ in range(2):
             run.log_text("refused", "1")
     (warning,) = [record.getMessage() for record in caplog.records]
-    why = "(sqlite3.OperationalError) database or disk is full"
-    assert warning == f"MLflow at {uri} does not record ({why}); the work continues"
+    assert warning == f"MLflow at {uri} does not record ({cause}); the work continues"
 
 
 @pytest.mark.parametrize("error", [ValueError("invalid name"), PermissionError("artifact folder")])
