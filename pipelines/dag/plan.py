@@ -151,6 +151,7 @@ def decide(node: Node, upstream: Mapping[str, Success], plan: Plan) -> Decision:
         return Decision(node, RUN, reason, attempt=continued, follows=unfinished.attempt, extends=extends, **facts)
     reason = _damage(store, here) or _why_new(past, parts)
     if how and reusable is not None:
+        reason = fingerprint.explain(reusable.ingredients, parts)
         reason += f"; extends attempt {reusable.attempt}" if extends else f"; from the beginning, because {how}"
     return Decision(node, RUN, reason, extends=extends, **facts)
 
