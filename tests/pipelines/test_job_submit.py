@@ -241,26 +241,23 @@ def test_the_pipeline_runs_as_a_job(head: Head, storage: Path) -> None:
     assert re.search(r"\d[\d,_]*\s*/\s*\d[\d,_]*.*/s", job.log), job.log
 
 
-def test_the_upload_is_the_code_alone_and_no_place_for_a_run_folder(head: Head) -> None:
-    """The job's working folder is a copy that goes away with the cluster: what is written there is lost."""
-    command = "echo CWD $PWD && python pipelines/full_multidim.py --config debug storage=runs"
-    job = head.submit("sh", "-c", command, timeout_sec=120)
+def test_what_fails_in_a_job_fails_the_job_and_the_upload_is_the_code_alone(head: Head, storage: Path) -> None:
+    """The job's folder is a copy that goes away with the cluster, so no run folder may lie there; and a failed node."""
+    overrides = f"storage={storage} train.init_from=/nowhere/step-00000001 resources.max_failures=0"
+    train = f"python pipelines/train_stage.py {' '.join(CONFIG)} --stage size_upscale {overrides}"
+    refused = "python pipelines/full_multidim.py --config debug storage=runs"
+    job = head.submit("sh", "-c", f"echo CWD=$PWD; {refused}; echo EXIT=$?; {train}", timeout_sec=300)
     assert (job.status, job.exit_code) == ("FAILED", 2), job.log
-    assert "storage" in job.log and "Traceback" not in job.log
-    upload = Path(re.search(r"CWD (\S+)", job.log)[1])
+    assert re.search(r"^error: storage.*\nEXIT=2$", job.log, flags=re.MULTILINE), job.log
+    assert "Traceback" not in job.log
+    message = "train.init_from: /nowhere/step-00000001 has no config.json; it must be the folder of a checkpoint"
+    assert f"\nerror: train_size_upscale: {message} (" in job.log
+    assert message in Path(re.search(r"see (\S+error.txt)", job.log)[1]).read_text()
+
+    upload = Path(re.search(r"CWD=(/\S+)", job.log)[1])
     assert upload.is_relative_to(head.folder)
     present = {path.name for path in upload.iterdir()}
     assert {"spn", "data_prep", "pipelines", "pyproject.toml"} <= present
     assert not present & {".venv", ".git", "runs", ".gpu"}
     num_bytes = sum(path.stat().st_size for path in upload.rglob("*") if path.is_file())
     assert num_bytes < 30e6, "Ray refuses uploads of more than 100 MiB"
-
-
-def test_a_node_that_fails_fails_the_job(head: Head, storage: Path) -> None:
-    overrides = [f"storage={storage}", "train.init_from=/nowhere/step-00000001", "resources.max_failures=0"]
-    command = ["python", "pipelines/train_stage.py", *CONFIG, "--stage", "size_upscale", *overrides]
-    job = head.submit(*command, timeout_sec=300)
-    assert (job.status, job.exit_code) == ("FAILED", 2), job.log
-    message = "train.init_from: /nowhere/step-00000001 has no config.json; it must be the folder of a checkpoint"
-    assert f"\nerror: train_size_upscale: {message} (" in job.log
-    assert message in Path(re.search(r"see (\S+error.txt)", job.log)[1]).read_text()
