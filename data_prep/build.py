@@ -389,7 +389,6 @@ def _decode(config: DataConfig, reader: Reader, item: Item, found: _Found) -> im
     found.contents.append(content_of(item.key, data))
     if item.layout != ENCODED:
         return images.from_raw(data, planar=item.layout == CHW)
-    assert config.exif is not None
     return images.decode(
         data, profile=config.decode_profile, name=item.key, exif=config.exif, strict_jpeg=config.strict_jpeg
     )

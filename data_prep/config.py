@@ -58,16 +58,16 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.dataset or any(c.isspace() or c in "/\\" for c in self.dataset):
             raise ValueError(f"dataset is {self.dataset!r}; it must be a name without spaces and slashes")
-        _one_of("source", self.source, SOURCES)
-        _one_of("crop", self.crop, CROPS)
-        _one_of("split", self.split, SPLIT_RULES)
+        one_of("source", self.source, SOURCES)
+        one_of("crop", self.crop, CROPS)
+        one_of("split", self.split, SPLIT_RULES)
         if (self.split_file is None) == (self.split == "file"):
             raise ValueError(f"split_file is {self.split_file!r}, but split is {self.split}; they go together")
-        _one_of("profile", self.profile, PROFILES)
-        _one_of("dct", self.dct, ("fast", "accurate"), optional=True)
-        _one_of("rounding", self.rounding, ("truncate", "nearest"), optional=True)
-        _one_of("exif", self.exif, ("ignore", "apply"), optional=True)
-        _at_least("image_size", self.image_size, 1)
+        one_of("profile", self.profile, PROFILES)
+        one_of("dct", self.dct, ("fast", "accurate"), optional=True)
+        one_of("rounding", self.rounding, ("truncate", "nearest"), optional=True)
+        one_of("exif", self.exif, ("ignore", "apply"), optional=True)
+        at_least(self, 1, "image_size")
         _distinct("resolutions", self.resolutions, low=1, high=8192, needed=self.image_size)
         _distinct("bits", self.bits, low=1, high=8, needed=8)
         if self.crop == "tiles" and self.tile_size is None:
@@ -76,17 +76,10 @@ class DataConfig:
             value = getattr(self, name)
             if value is not None and self.crop != "tiles":
                 raise ValueError(f"{name} is {value}, but crop is {self.crop}; leave it out")
-            if value is not None:
-                _at_least(name, value, 1)
-        _at_least("min_side", self.min_side, 1)
-        _at_least("num_valid_photos", self.num_valid_photos, 0)
-        _at_least("num_test_photos", self.num_test_photos, 0)
-        _at_least("rows_per_shard", self.rows_per_shard, 1)
-        if self.row_group_rows is not None:
-            _at_least("row_group_rows", self.row_group_rows, 1)
+        at_least(self, 1, "tile_size", "tile_stride", "min_side", "rows_per_shard", "row_group_rows")
+        at_least(self, 0, "num_valid_photos", "num_test_photos", "seed")
         if self.max_quarantine_fraction is not None and not 0 <= self.max_quarantine_fraction <= 1:
             raise ValueError(f"max_quarantine_fraction is {self.max_quarantine_fraction}; it must be within 0 and 1")
-        _at_least("seed", self.seed, 0)
 
     @property
     def decode_profile(self) -> str:
@@ -99,14 +92,16 @@ class DataConfig:
         return "tf" if (self.rounding or PROFILES[self.profile][1]) == "truncate" else "accurate"
 
 
-def _one_of(name: str, value: str | None, allowed: Collection[str], *, optional: bool = False) -> None:
+def one_of(name: str, value: str | None, allowed: Collection[str], *, optional: bool = False) -> None:
     if value not in allowed and not (optional and value is None):
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
 
 
-def _at_least(name: str, value: int, low: int) -> None:
-    if value < low:
-        raise ValueError(f"{name} is {value}; it must be at least {low}")
+def at_least(owner: object, low: float, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and not value >= low:
+            raise ValueError(f"{name} is {value}; it must be at least {low}")
 
 
 def _distinct(name: str, values: list[int], *, low: int, high: int, needed: int) -> None:

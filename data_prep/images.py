@@ -43,10 +43,8 @@ CONVERSIONS = (
 )
 
 # Names of images, those of pictures that are not read among them: to be named, not skipped.
-IMAGE_SUFFIXES = (
-    *(".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".jpe", ".jfif", ".tif", ".tiff", ".heic", ".heif", ".avif"),
-    *(".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".raf", ".rw2"),
-)
+_SUFFIXES = "jpg jpeg png webp bmp gif jpe jfif tif tiff heic heif avif jxl jp2 dng cr2 cr3 nef arw orf raf rw2"
+IMAGE_SUFFIXES = tuple(f".{suffix}" for suffix in _SUFFIXES.split())
 TINY_SIDE = 8  # pixels; images with a shorter side are used, but counted
 
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")
@@ -61,16 +59,8 @@ _PNG_CHUNKS = (  # that matter beside the critical ones: transparency, frames, a
 _ORIENTATION_MARKS = (b"Exif\0\0", b"eXIf", b"EXIF", b"tiff:Orientation", b"Raw profile type exif")
 _EXIF_ORIENTATION = 0x0112
 _FORMAT_OF_SUFFIX = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "gif": "GIF", "bmp": "BMP", "webp": "WEBP"}
-# EXIF orientation: what turns the stored pixels upright.
-_UPRIGHT = {
-    2: lambda p: p[:, ::-1],
-    3: lambda p: p[::-1, ::-1],
-    4: lambda p: p[::-1],
-    5: lambda p: p.transpose(1, 0, 2),
-    6: lambda p: np.rot90(p, -1),
-    7: lambda p: p.transpose(1, 0, 2)[::-1, ::-1],
-    8: lambda p: np.rot90(p),
-}
+# EXIF orientation: steps along rows and columns that turn the stored pixels upright, from 5 on before a transposition.
+_UPRIGHT = {2: (1, -1), 3: (-1, -1), 4: (-1, 1), 5: (1, 1), 6: (-1, 1), 7: (-1, -1), 8: (1, -1)}
 
 
 class Unusable(Exception):
@@ -103,25 +93,24 @@ def damage_named() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's, of metadata and of sizes, which _refuse_bomb judges
             yield
-    except Unusable:
-        raise
-    except (MemoryError, Image.DecompressionBombError) as error:  # such as a row of pixels too long for the decoder
-        raise UnusableImage("decompression_bomb", str(error) or "it needs too much memory") from None
     except Exception as error:
-        if is_transient(error):
+        if isinstance(error, Unusable) or is_transient(error):
             raise
-        reason = "truncated" if "truncated" in str(error).lower() else "corrupt_data"
-        raise UnusableImage(reason, str(error) or type(error).__name__) from None
+        text = str(error) or type(error).__name__
+        reason = "truncated" if "truncated" in text.lower() else "corrupt_data"
+        if isinstance(error, MemoryError | Image.DecompressionBombError):  # such as a row too long for the decoder
+            reason = "decompression_bomb"
+        raise UnusableImage(reason, text) from None
 
 
 @damage_named()
 def decode(
-    data: bytes, *, profile: str, name: str | None = None, exif: str = "ignore", strict_jpeg: bool = False
+    data: bytes, *, profile: str, name: str | None = None, exif: str | None = None, strict_jpeg: bool = False
 ) -> Decoded:
     """Decodes an encoded image by its content. `profile` decides the DCT of JPEGs. Colour profiles are ignored.
 
-    `name`: only to flag a suffix that says another format. `exif`: ignore the orientation, as TensorFlow does, or
-    apply it. `strict_jpeg`: damaged pixels that decoders accept are corrupt_data instead of a flag. Raises
+    `name`: only to flag a suffix that says another format. `exif`: apply the orientation, or else ignore it, as
+    TensorFlow does. `strict_jpeg`: damaged pixels that decoders accept are corrupt_data instead of a flag. Raises
     UnusableImage: empty, not_an_image, unsupported_format, decompression_bomb, truncated, corrupt_data, animated.
     """
     if data.startswith(_JPEG_MAGIC):
@@ -134,7 +123,9 @@ def decode(
         pixels, conversions = _to_rgb(image, sixteen_bit=data.startswith(_PNG_MAGIC) and data[24] == 16)
     if (orientation := _orientation(data)) in _UPRIGHT:
         conversions.append(f"exif_orientation_{'applied' if exif == 'apply' else 'ignored'}")
-        pixels = _UPRIGHT[orientation](pixels) if exif == "apply" else pixels
+        if exif == "apply":
+            pixels = pixels[:: _UPRIGHT[orientation][0], :: _UPRIGHT[orientation][1]]
+            pixels = pixels.transpose(1, 0, 2) if orientation >= 5 else pixels
     suffix = name.rpartition(".")[2].lower() if name else ""
     if _FORMAT_OF_SUFFIX.get(suffix, kind) != kind:
         conversions.append("wrong_extension")
@@ -153,12 +144,9 @@ def from_raw(data: bytes, *, planar: bool) -> Decoded:
 
 
 @damage_named()
-def header_size(data: bytes, *, exif: str = "ignore") -> tuple[int, int]:
+def header_size(data: bytes, *, exif: str | None = None) -> tuple[int, int]:
     """(height, width) in pixels from the header alone. Raises UnusableImage."""
-    if data.startswith(_JPEG_MAGIC):
-        height, width, _ = _jpeg_header(data)
-    else:
-        width, height = _open(data).size
+    height, width = _jpeg_header(data)[:2] if data.startswith(_JPEG_MAGIC) else _open(data).size[::-1]
     return (width, height) if exif == "apply" and _orientation(data) >= 5 else (height, width)
 
 
@@ -166,13 +154,8 @@ def _jpeg_header(data: bytes) -> tuple[int, int, str]:
     """(height, width, colour space; "" for what libjpeg-turbo's simple interface does not know)."""
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=False)
-    except Exception as error:  # such as odd sampling factors
-        try:
-            image = _open(data)
-        except UnusableImage as refusal:
-            if refusal.reason != "not_an_image":
-                raise
-            raise UnusableImage("truncated", f"JPEG header: {error}") from None
+    except Exception:  # such as odd sampling factors
+        image = _open(data)
         return image.height, image.width, ""
     _refuse_bomb(height, width)
     return height, width, colorspace
@@ -244,7 +227,8 @@ def _open(data: bytes) -> Image.Image:
         if data.startswith(_OTHER_FORMATS) or data[4:8] == b"ftyp":
             message = f"HEIC, AVIF, JPEG XL, TIFF or camera raw ({message}); {_CONVERT}"
             raise UnusableImage("unsupported_format", message) from None
-        raise UnusableImage("corrupt_data" if data.startswith(_PNG_MAGIC) else "not_an_image", message) from None
+        is_damaged = data.startswith((_JPEG_MAGIC, _PNG_MAGIC))
+        raise UnusableImage("corrupt_data" if is_damaged else "not_an_image", message) from None
     _refuse_bomb(image.height, image.width, limit=MAX_WEBP_PIXELS if image.format == "WEBP" else MAX_PIXELS)
     return image
 

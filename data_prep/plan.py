@@ -78,8 +78,7 @@ class Plan:
 
 
 def with_exif(config: DataConfig, source: str) -> DataConfig:
-    """With `exif` decided: folders of one's own photos are turned upright, known data sets and what others packed have
-    TensorFlow's pixels."""
+    """With `exif` decided: folders of one's own photos are turned upright, all else has TensorFlow's pixels."""
     is_own = source == "folder" and _family(config) not in COUNTS
     return replace(config, exif=config.exif or ("apply" if is_own else "ignore"))
 
@@ -153,7 +152,7 @@ def _shards(config: DataConfig, split: str, number: int, rows: list[Row]) -> lis
 
 def _tiles(config: DataConfig, split: str, item: Item, data: bytes) -> list[Row]:
     size = config.tile_size
-    assert size is not None and config.exif is not None
+    assert size is not None
     height, width = images.header_size(data, exif=config.exif)
     refuse_small(min(height, width), max(size, config.min_side))
     # Held-out tiles never overlap, so that no pixel is scored twice.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data_prep.config import DataConfig
+from data_prep.config import DataConfig, at_least, one_of
 from spn.config import DECODERS, PRECISIONS, STAGES, DecoderConfig, EmbedderConfig, SPNConfig, TrainConfig
 
 if TYPE_CHECKING:  # an object that can draw: code that makes pictures must not count where networks train
@@ -32,18 +32,6 @@ SYSTEMS = (  # the paper's: decoder baseline, SPN, size, depth, and full multidi
 )
 SAMPLE_IMAGES, SCORE_IMAGES = "sample_images", "score_images"  # nodes that read the user's images
 USES = ("size_upscale", "depth_upscale", "complete")  # what can be made of the user's images
-
-
-def _at_least(owner: object, least: float, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if value is not None and not value >= least:
-            raise ValueError(f"{name} is {value}; it must be at least {least}")
-
-
-def _one_of(name: str, value: str | None, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
 
 
 # ---- sections of an experiment ----------------------------------------------------------------------------------
@@ -69,8 +57,8 @@ class EvaluateConfig:
     precision: str = "bfloat16"  # of the networks on a GPU, or float32; on a CPU they are float32
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "batch_size")
-        _one_of("precision", self.precision, PRECISIONS)
+        at_least(self, 1, "batch_size")
+        one_of("precision", self.precision, PRECISIONS)
 
 
 @dataclass(frozen=True)
@@ -89,18 +77,18 @@ class SampleConfig:
     num_given_rows: int | None = None  # complete, baseline: how many rows are given, from the top
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "num_images", "batch_size", "num_draws", "num_given_slices", "num_given_rows")
-        _at_least(self, 0, "seed")
+        at_least(self, 1, "num_images", "batch_size", "num_draws", "num_given_slices", "num_given_rows")
+        at_least(self, 0, "seed")
         for stage, value in self.temperature.items():
             if not 0 < value < math.inf:
                 raise ValueError(f"temperature.{stage} is {value}; it must be above 0")
         for stage, mass in self.top_p.items():
             if mass is not None and not 0 < mass <= 1:
                 raise ValueError(f"top_p.{stage} is {mass}; it must be above 0 and at most 1")
-        _one_of("precision", self.precision, PRECISIONS)
-        _one_of("decoder", self.decoder, DECODERS)
+        one_of("precision", self.precision, PRECISIONS)
+        one_of("decoder", self.decoder, DECODERS)
         if self.use is not None:
-            _one_of("use", self.use, USES)
+            one_of("use", self.use, USES)
 
     def set_for_images(self) -> dict[str, object]:
         """Settings that need `images` and are not at their default."""
@@ -121,8 +109,8 @@ class NodeResources:
     retry_wait_sec: float = 5.0  # before the first retry; doubles with each
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "num_workers", "num_to_keep")
-        _at_least(self, 0, "max_failures")
+        at_least(self, 1, "num_workers", "num_to_keep")
+        at_least(self, 0, "max_failures")
         for name in ("cpus_per_worker", "gpus_per_worker"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
@@ -155,8 +143,8 @@ class ResourcesConfig(NodeResources):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least(self, 1, "num_cpus")
-        _at_least(self, 0, "num_gpus")
+        at_least(self, 1, "num_cpus")
+        at_least(self, 0, "num_gpus")
 
 
 @dataclass(frozen=True)
@@ -166,7 +154,7 @@ class TrackingConfig:
     num_sample_images: int = 8  # in each of these grids
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "sample_every_steps", "num_sample_images")
+        at_least(self, 1, "sample_every_steps", "num_sample_images")
 
 
 @dataclass(frozen=True)

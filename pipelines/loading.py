@@ -131,7 +131,7 @@ def _texts(node: yaml.Node | None, key: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(node, yaml.MappingNode) and (_is_section(kind) or typing.get_origin(kind) is dict):
         for name, value in node.value:
             yield from _texts(value, _join(key, name.value))
-    elif isinstance(node, yaml.ScalarNode) and _is_text(kind) and not node.tag.endswith(":null"):
+    elif isinstance(node, yaml.ScalarNode) and kind in _TEXT and not node.tag.endswith(":null"):
         yield key, node.value
 
 
@@ -142,7 +142,7 @@ def _parse(override: str) -> DictConfig:
         raise UserError(f"cannot read {override!r} on the command line: it must be key.sub=value{hint}")
     try:
         override.encode()  # bytes of the command line that are no UTF-8 fail here
-        if not _is_text(_kind(key)):
+        if _kind(key) not in _TEXT:
             return OmegaConf.from_dotlist([override])
         layer = OmegaConf.create()
         OmegaConf.update(layer, key, None if text == "null" else text)
@@ -182,10 +182,8 @@ def _build(file: DictConfig, layers: Sequence[DictConfig]) -> ExperimentConfig:
     values: dict[str, Any] = OmegaConf.to_container(typed)  # type: ignore[assignment]  # a mapping
     per_node = raw.get("resources", {}).get("per_node", {})
     stages = concrete_stages(values["stages"], values["bits"])
-    try:
-        before = concrete_stages(file.get("stages", []), file.get("bits", []))
-    except OmegaConfBaseException:  # an interpolation that only the command line fills
-        before = []
+    plain = typing.cast(dict[str, Any], OmegaConf.to_container(file))  # an interpolation may wait for an override
+    before = concrete_stages(plain.get("stages", []), plain.get("bits", []))
     for section in ("per_stage", "sample.temperature", "sample.top_p"):
         valid = [*stages, *values["stages"]]
         _check_names(section, "stage", raw, given, valid, [*before, *map(stage_kind, before)], shown=stages)
@@ -288,8 +286,7 @@ def _check_keys(given: Any, cls: type, path: str = "") -> None:
     for key, value in given.items():
         where = _join(path, str(key))
         if key not in types and "." in str(key):
-            nested = str(key).replace(".", ": {") + ": ..." + "}" * str(key).count(".")
-            raise _Mistake(f"unknown key {where}; in a file, sections are nested: {nested}")
+            raise _Mistake(f"unknown key {where}; sections of a file are nested: {str(key).replace('.', ': {')}: ...")
         if key not in types:
             raise _Mistake(f"unknown key {where}; {_nearest_key(where, list(types))}")
         if isinstance(value, str) and value.strip() in (
@@ -363,6 +360,7 @@ def _all_keys(cls: type, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
+_TEXT = (str, str | None)
 WANTED = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -378,15 +376,9 @@ def _kind(key: str) -> Any:
     """The type of a key such as data.root or bits[0], None of one that does not exist."""
     kind: Any = ExperimentConfig
     for part in re.findall(r"[^.\[\]]+", key):
-        outer, inner = typing.get_origin(kind), typing.get_args(kind)
-        kind = (
-            inner[-1] if outer in (dict, list) else _is_section(kind) and typing.get_type_hints(kind).get(part) or None
-        )
+        fields = typing.get_type_hints(kind) if _is_section(kind) else {}
+        kind = typing.get_args(kind)[-1] if typing.get_origin(kind) in (dict, list) else fields.get(part)
     return kind
-
-
-def _is_text(kind: Any) -> bool:
-    return kind in (str, str | None)
 
 
 def _is_section(kind: Any) -> bool:

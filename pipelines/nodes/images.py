@@ -290,14 +290,13 @@ def _files(where: str) -> Iterator[tuple[str, bytes]]:
             yield posixpath.basename(store.base), store.read_bytes("")
             return
         if entry is not None:
-            names = (file for file in store.walk() if images.is_image_name(file.path))
-            found = [file for file in names if not images.is_hidden(file.path)]
+            found = [file for file in store.walk() if images.is_image_name(file.path)]
         else:
             store, found = _matching(where)
+        found = [file for file in found if not images.is_hidden(file.path)]
         if not found:
-            looked_for = (
-                "nothing is at" if entry is None else f"no image ({', '.join(images.IMAGE_SUFFIXES[:6])}) is below"
-            )
+            wanted = f"no image ({', '.join(images.IMAGE_SUFFIXES[:6])}) is below"
+            looked_for = "nothing is at" if entry is None else wanted
             raise UserError(f"images: {looked_for} {where}")
         for file in found:
             yield file.path, store.read_bytes(file.path)
@@ -311,16 +310,9 @@ def _matching(pattern: str) -> tuple[Store, list[FileEntry]]:
     parts = pattern.split("/")
     first = next((n for n, part in enumerate(parts) if any(mark in part for mark in wild)), len(parts) - 1)
     store = open_store("/".join(parts[:first]) or ("/" if pattern.startswith("/") else "."))
-    found = [""]
-    for depth, part in enumerate(parts[first:], start=first):
-        entries = [entry for folder in found for entry in store.list(folder)]
-        names = ((entry, posixpath.basename(entry.path)) for entry in entries)
-        fits = [
-            e
-            for e, name in names
-            if fnmatch.fnmatchcase(name, part) and (part.startswith(".") or not images.is_hidden(name))
-        ]
-        if depth == len(parts) - 1:
-            return store, [entry for entry in fits if not entry.is_folder]
-        found = [entry.path for entry in fits if entry.is_folder]
-    raise AssertionError("a path has a last part")
+    folders, fits = [""], []
+    for part in parts[first:]:
+        entries = [entry for folder in folders for entry in store.list(folder)]
+        fits = [e for e in entries if fnmatch.fnmatchcase(posixpath.basename(e.path), part)]
+        folders = [entry.path for entry in fits if entry.is_folder]
+    return store, [entry for entry in fits if not entry.is_folder]

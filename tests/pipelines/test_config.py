@@ -597,7 +597,7 @@ IN_A_FILE = {
     (
         "train:",
         "data.root: /photos\ntrain:",
-    ): "unknown key data.root; in a file, sections are nested: data: {root: ...}",
+    ): "unknown key data.root; sections of a file are nested: data: {root: ...",
     ("name: debug", "name: ${nothing}"): "name: Interpolation key 'nothing' not found",
     ("train:", "storage: ''\ntrain:"): "storage is empty; it needs a value, or null where that is allowed",
 }
