@@ -243,9 +243,7 @@ def _check_known(config: DataConfig, store: Store, shards: list[Shard]) -> None:
         arrays = (pixels(read_shard(store.uri, shard, columns=["px"])) for shard in whole)
         found = (hashlib.blake2b(px.tobytes(), digest_size=8).digest() for array in arrays for px in array)
         if sum(int.from_bytes(digest) for digest in found) % 2**64 != known:
-            message = (
-                f"these are not the images of {config.dataset}: name them otherwise, such as {config.dataset}-like"
-            )
+            message = f"these are not the images of {config.dataset}: choose another id, such as {config.dataset}-like"
             raise UnusableSource("other_pixels", message)
 
 

@@ -250,11 +250,7 @@ def describe_splits(config: DataConfig, source: Source) -> str:
     if not given:
         names = "only folders or files named train, and valid or test, are splits; lists need split=file"
         return "drawn by the seed" + (f", not by {source.split_like} ({names})" if source.split_like else "")
-    counts = {split: f"num_{split}_photos" for split in ("valid", "test") if getattr(config, f"num_{split}_photos")}
-    drawn = "".join(f", {split} drawn from train" for split in counts if split not in given)
-    unused = " and ".join(counts[split] for split in given if split in counts)
-    by_photo = f"{unused} would count with split=by_photo" if unused else "split=by_photo draws all"
-    return f"the source's own {' and '.join(given)}{drawn}; {by_photo}"
+    return f"the source's own {' and '.join(given)}; num_*_photos apply to others only (split=by_photo: to all)"
 
 
 def rank_by_hash(names: Sequence[str], *entropy: object) -> list[str]:

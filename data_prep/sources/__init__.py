@@ -118,18 +118,16 @@ def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFi
     if name == "auto":
         images = {file.path for file in listing.files if is_image_name(file.path)}
         whys: dict[str, str] = {}
-        explained: dict[str, set[str]] = {}
         for each in LAYOUTS:
             if each != "folder" and (text := layout(each).recognise(listing, config)):
-                paths = {file.path for file in layout(each).used(listing, config)}
-                if images <= paths or not images & paths:
-                    whys[each], explained[each] = text, paths
+                explained = images & {file.path for file in layout(each).used(listing, config)}
+                if not explained or explained == images:
+                    whys[each] = text
         candidates = [each for each in whys if each not in _PLAIN] or list(whys)
-        whole = [each for each in candidates if explained[each] >= set().union(*(explained[c] for c in candidates))]
-        if len(candidates) > 1 and len(whole) != 1:
+        if len(candidates) > 1:
             texts = "; ".join(f"{each} ({whys[each]})" for each in candidates)
             raise Unplannable(f"root is {listing.root!r}; it may be {texts}: set source to one of them")
-        name = next(iter(whole), "folder")
+        name = next(iter(candidates), "folder")
         why = whys.get(name) or layout("folder").recognise(listing, config) or ""
     used = list(layout(name).used(listing, config))
     if not used:

@@ -39,8 +39,7 @@ _MIN_ROW_BYTES = 8  # of the file for each row; the smallest image has more
 
 
 def recognise(listing: Listing, config: DataConfig) -> str | None:
-    """The first table with a column of images; a damaged one is named when it is read."""
-    damaged = None
+    """The first table with a column of images, or a damaged one, which is named when it is read."""
     for file in used(listing, config):
         try:
             with _damage_named(file.path), listing.open(file.path) as stream:
@@ -49,8 +48,8 @@ def recognise(listing: Listing, config: DataConfig) -> str | None:
         except UnusableSource as error:
             if error.reason != "corrupt_source_file":
                 raise
-            damaged = damaged or f"it has {file.path}"
-    return damaged
+            return f"it has {file.path}"
+    return None
 
 
 def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
@@ -72,9 +71,7 @@ def _chosen(schema: pa.Schema, path: str, config: DataConfig, found: Index) -> s
     """The column that is used. Raises UnusableSource, Unplannable."""
     columns = image_columns(schema)
     if not columns:
-        message = (
-            f"{path} has no column of images, bytes or a struct of bytes and path, among {', '.join(schema.names)}"
-        )
+        message = f"{path} has no column of images (bytes, or bytes and path) among {', '.join(schema.names)}"
         raise UnusableSource("missing_column", message)
     usual = [name for name in _USUAL if name in columns]
     chosen = config.image_field or (usual or columns)[0]

@@ -115,7 +115,7 @@ def _cutter(names: list[str]) -> Callable[[str], tuple[str, str]]:
     def cut(name: str) -> tuple[str, str]:
         for stem, rest in cuts[name]:
             *words, suffix = rest.split(".")
-            often = times[rest] > 1 and times[rest] >= _MIN_SHARE * times[suffix]
+            often = times[rest] > max(1, _MIN_SHARE * times[suffix])
             if all(word[:1].isalpha() for word in words) and "/" not in rest and (not words or stem in stems or often):
                 return stem, rest
         return name, ""
