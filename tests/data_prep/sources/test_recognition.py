@@ -124,7 +124,7 @@ def test_the_build_says_where_the_splits_come_from(tmp_path: pathlib.Path):
         return make_plan(told, sources.find(told)).splits
 
     own = ["train/0.png", "train/1.png", "test/0.png"]
-    assert said(*own, num_valid_photos=1).startswith("the source's own test ; num_*_photos apply to others only")
+    assert said(*own, num_valid_photos=1).startswith("the source's own test; num_*_photos apply to others only")
     assert said(*own, split="by_photo") == "by split=by_photo, not the source's own"
     assert said("a/0.png") == "drawn by the seed"
     assert "drawn by the seed, not by a/test/0.png (only folders or" in said("a/test/0.png", "a/b/0.png")
