@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.files import UserError
+from data_prep.files import UserError, naming_full_disk
 
 ROOT = Path(__file__).resolve().parents[1]  # the folder that holds the packages
 _OBJECT_STORE_BYTES = 300_000_000  # nodes hand over paths, so little travels through Ray's shared memory
@@ -99,16 +99,17 @@ def connect(*, num_cpus: float | None = None, num_gpus: float | None = None) -> 
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        num_gpus=num_gpus,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        configure_logging=False,
-    )
+    with naming_full_disk(os.environ["RAY_TMPDIR"]):
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+        )
     return ClusterInfo("embedded", dict(ray.cluster_resources()))
 
 
