@@ -256,8 +256,8 @@ def test_data_set_id_of_another_source(command: Command) -> None:
         code, out, err = command(full_multidim.main, "data.dataset=imagenet_oord", *looks)
         assert (code, out) == (2, "")
         assert err == (
-            "error: data.dataset is 'imagenet_oord'; source folder holds other pixels: name it otherwise, or set source "
-            "to imagenet_oord\n"
+            "error: data.dataset is 'imagenet_oord'; source folder holds other pixels: name it otherwise, or set "
+            "source to imagenet_oord\n"
         )
 
 
