@@ -232,6 +232,11 @@ class Store:
         entries = (self._entry(found) for found in self.filesystem.get_file_info(selector))
         return sorted(entries, key=lambda entry: entry.path)
 
+    def bad_link(self) -> str | None:
+        """What is wrong with the first bad link below a local folder: pyarrow's listing leaves out links to nothing and
+        follows a loop through all its turns."""
+        return _bad_link(self.base) if self.is_local else None
+
     def _entry(self, found: pafs.FileInfo) -> FileEntry:
         is_folder = found.type == pafs.FileType.Directory
         return FileEntry(
@@ -418,6 +423,22 @@ def parent(uri: str) -> tuple[str, str]:
     head, mark, options = uri.partition("?") if "://" in uri else (uri, "", "")
     folder, _, name = head.rpartition("/")
     return (folder or "/") + mark + options, name
+
+
+def _bad_link(folder: str, above: tuple[str, ...] = ()) -> str | None:
+    above = (*above, os.path.realpath(folder))
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.is_symlink() and not os.path.exists(entry.path) and not entry.name.startswith("."):
+                return f"{entry.path} is a link to a file that is not there: mend or remove it"
+            if not entry.is_dir():
+                continue
+            target = os.path.join(os.path.realpath(entry.path), "") if entry.is_symlink() else None
+            if target and any(os.path.join(each, "").startswith(target) for each in above):
+                return f"{entry.path} is a link to a folder that it lies in, a loop without end: remove it"
+            if problem := _bad_link(entry.path, above):
+                return problem
+    return None
 
 
 def _sync_folder(path: str) -> None:

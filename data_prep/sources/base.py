@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib
 import json
-import os
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -284,7 +283,7 @@ def list_files(root: str) -> Listing:
         store = open_store(root)
         folder = store.info()
         is_folder = folder is not None and folder.is_folder
-        problem = _bad_link(store.path()) if is_folder and store.is_local else None
+        problem = store.bad_link() if is_folder else None
         found = store.select(recursive=True) if is_folder and problem is None else []
     except UnicodeDecodeError as error:
         raise Unplannable(f"root is {root!r}; {error.object!r} is not a name in UTF-8: rename it") from None
@@ -300,24 +299,6 @@ def list_files(root: str) -> Listing:
     files = [entry for entry in found if not entry.is_folder]
     listed = [SourceFile(f.path, f.bytes, f.mtime_ns) for f in files if not (is_hidden(f.path) or f.is_special)]
     return Listing(root, tuple(listed), len(files) - len(listed))
-
-
-def _bad_link(folder: str, above: tuple[str, ...] = ()) -> str | None:
-    """What is wrong with the first bad link below a local folder. pyarrow's listing leaves out links to nothing, which
-    may be images, and follows a loop through all its turns."""
-    above = (*above, os.path.realpath(folder))
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            if entry.is_symlink() and not os.path.exists(entry.path) and not is_hidden(entry.name):
-                return f"{entry.path} is a link to a file that is not there: mend or remove it"
-            if not entry.is_dir():
-                continue
-            target = os.path.join(os.path.realpath(entry.path), "") if entry.is_symlink() else None
-            if target and any(os.path.join(each, "").startswith(target) for each in above):
-                return f"{entry.path} is a link to a folder that it lies in, a loop without end: remove it"
-            if problem := _bad_link(entry.path, above):
-                return problem
-    return None
 
 
 def hash_of(root: str, files: Iterable[SourceFile], config: DataConfig) -> str:

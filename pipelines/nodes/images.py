@@ -290,6 +290,8 @@ def _files(where: str) -> Iterator[tuple[str, bytes]]:
             yield posixpath.basename(store.base), store.read_bytes("")
             return
         if entry is not None:
+            if problem := store.bad_link():
+                raise UserError(f"images: {problem}")
             found = [file for file in store.walk() if images.is_image_name(file.path)]
         else:
             store, found = _matching(where)

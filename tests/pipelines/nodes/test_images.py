@@ -127,6 +127,9 @@ def test_files_folders_and_patterns(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert found("*.png") == ("a.png", "odd[1].png")
     assert found("deep/c.png") == ("c.png",)
+    (tmp_path / "deep" / "loop").symlink_to(tmp_path)
+    with pytest.raises(UserError, match="^images: .*deep/loop is a link to a folder that it lies in"):
+        found(tmp_path)
 
 
 def test_digest_follows_names_and_values(tmp_path):
