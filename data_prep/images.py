@@ -47,7 +47,6 @@ _SUFFIXES = "jpg jpeg png webp bmp gif jpe jfif tif tiff heic heif avif jxl jp2 
 IMAGE_SUFFIXES = tuple(f".{suffix}" for suffix in _SUFFIXES.split())
 TINY_SIDE = 8  # pixels; images with a shorter side are used, but counted
 
-_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")
 _OTHER_FORMATS = (b"II", b"MM\0", b"FUJIFILM", b"\0\0\0\x0cJXL", b"\xff\x0a", b"\0\0\0\x0cjP")  # and what says ftyp
 _JPEG_MAGIC = b"\xff\xd8"
 _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
@@ -56,8 +55,7 @@ _PNG_CHUNKS = (  # that matter beside the critical ones: transparency, frames, a
     *(b"tRNS", b"acTL", b"fcTL", b"fdAT", b"eXIf"),
     *(b"iTXtXML:com.adobe.xmp\0\0", b"tEXtRaw profile type exif\0", b"zTXtRaw profile type exif\0"),
 )
-_ORIENTATION_MARKS = (b"Exif\0\0", b"eXIf", b"EXIF", b"tiff:Orientation", b"Raw profile type exif")
-_EXIF_ORIENTATION = 0x0112
+_ORIENTATION_MARKS = (b"Exif\0\0", b"tiff:Orientation", b"eXIf", b"EXIF", b"Raw profile type exif")  # JPEG: two
 _FORMAT_OF_SUFFIX = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "gif": "GIF", "bmp": "BMP", "webp": "WEBP"}
 # EXIF orientation: steps along rows and columns that turn the stored pixels upright, from 5 on before a transposition.
 _UPRIGHT = {2: (1, -1), 3: (-1, -1), 4: (-1, 1), 5: (1, 1), 6: (-1, 1), 7: (-1, -1), 8: (1, -1)}
@@ -155,8 +153,7 @@ def _jpeg_header(data: bytes) -> tuple[int, int, str]:
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=False)
     except Exception:  # such as odd sampling factors
-        image = _open(data)
-        return image.height, image.width, ""
+        return *_open(data).size[::-1], ""
     _refuse_bomb(height, width)
     return height, width, colorspace
 
@@ -210,8 +207,9 @@ def _bare_png(data: bytes) -> bytes:
 def _orientation(data: bytes) -> int:
     """By EXIF or XMP; 1 (upright) where the image says nothing, or nothing that can be understood."""
     try:
-        marked = any(mark in data for mark in _ORIENTATION_MARKS)
-        return int(_open(data).getexif().get(_EXIF_ORIENTATION, 1)) if marked else 1
+        marks = _ORIENTATION_MARKS[: 2 if data.startswith(_JPEG_MAGIC) else None]
+        marked = any(mark in data for mark in marks)
+        return int(_open(data).getexif().get(0x0112, 1)) if marked else 1
     except Exception:  # broken metadata harms no pixel
         return 1
 
@@ -221,7 +219,7 @@ def _open(data: bytes) -> Image.Image:
         raise UnusableImage("empty", "the file has 0 bytes")
     content = io.BytesIO(_bare_png(data) if data.startswith(_PNG_MAGIC) else data)
     try:
-        image = Image.open(content, formats=_FORMATS)
+        image = Image.open(content, formats=("JPEG", "PNG", "GIF", "BMP", "WEBP"))
     except UnidentifiedImageError:
         message = f"starts with {data[:16]!r}"
         if data.startswith(_OTHER_FORMATS) or data[4:8] == b"ftyp":

@@ -392,5 +392,4 @@ def _join(path: str, key: str) -> str:
 def _one_line(error: object) -> str:
     """Of OmegaConf's messages the key first, and nothing of the types behind it."""
     text, _, rest = str(error).partition("\n    full_key: ")
-    key = rest.partition("\n")[0]
-    return " ".join([*([f"{key}:"] if key else []), *text.split()])
+    return " ".join([*(f"{key}:" for key in rest.split("\n")[:1] if key), *text.split()])

@@ -314,7 +314,6 @@ def _matching(pattern: str) -> tuple[Store, list[FileEntry]]:
     store = open_store("/".join(parts[:first]) or ("/" if pattern.startswith("/") else "."))
     folders, fits = [""], []
     for part in parts[first:]:
-        entries = [entry for folder in folders for entry in store.list(folder)]
-        fits = [e for e in entries if fnmatch.fnmatchcase(posixpath.basename(e.path), part)]
+        fits = [e for f in folders for e in store.list(f) if fnmatch.fnmatchcase(posixpath.basename(e.path), part)]
         folders = [entry.path for entry in fits if entry.is_folder]
     return store, [entry for entry in fits if not entry.is_folder]
