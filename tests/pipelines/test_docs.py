@@ -10,6 +10,7 @@ import pytest
 from pipelines import full_multidim, prepare_data
 from pipelines.config import stage_model_config, stage_names
 from pipelines.loading import load
+from pipelines.pipeline import nodes
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -59,3 +60,11 @@ def test_readme_is_short_and_its_tree_is_the_projects() -> None:
             assert path.exists() or path.with_suffix(".py").exists(), name
             found += 1
     assert found > 30
+
+
+def test_commands_of_the_paper_page_load_to_a_plan() -> None:
+    rows = re.findall(r"^\| .*?`(\w+\d[^`]*)` \|", (ROOT / "docs/paper.md").read_text(), re.MULTILINE)
+    assert len(rows) == 20
+    for command in set(rows):
+        preset, *overrides = command.split()
+        assert nodes(load(preset, overrides), listed=False)[-1].name == "report"
