@@ -81,8 +81,8 @@ def default_uri(store: Store, *, name: str, configured: str | None = None) -> tu
         file = _sqlite_file(given)  # its artifact place must be given: MLflow's default is the working directory
         return given, str(file.absolute().parent / "mlartifacts") if file else None
     folder = store.local() or Path.home() / "spn_runs" / name
-    place = str(folder).replace("%", "%25")  # MLflow decodes it; after a "?" SQLite has options
-    return f"sqlite:///{place.replace('?', '%3F')}/mlflow.db", f"{place}/mlartifacts"
+    place = str(folder).replace("%", "%25").replace("?", "%3F")  # it is decoded; options follow a "?"
+    return f"sqlite:///{place}/mlflow.db", str(folder / "mlartifacts")
 
 
 def ui_command(uri: str) -> str:

@@ -75,7 +75,8 @@ def test_the_database_lies_on_a_local_disk(tmp_path: Path, monkeypatch: pytest.M
     home = f"{tmp_path}/home/spn_runs/demo"
     assert default_uri(remote, name="demo") == (f"sqlite:///{home}/mlflow.db", f"{home}/mlartifacts")
     odd = open_store(f"{tmp_path}/50%25 a?b#c")
-    assert default_uri(odd, name="demo")[0] == f"sqlite:///{tmp_path}/50%2525 a%3Fb#c/mlflow.db"
+    place = f"{tmp_path}/50%25 a?b#c/mlartifacts"
+    assert default_uri(odd, name="demo") == (f"sqlite:///{tmp_path}/50%2525 a%3Fb#c/mlflow.db", place)
     assert "'sqlite:////a b/mlflow.db'" in ui_command("sqlite:////a b/mlflow.db"), "quoted for a shell"
     assert default_uri(remote, name="demo", configured="http://h:5000") == ("http://h:5000", None)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://env:5000")
