@@ -230,9 +230,9 @@ class Recorder:
         self.machine = (context.run if workers.get_local_rank() == 0 else silent).open()
         self.machine.watch_machine(name="" if self.is_first else f"node_{workers.get_node_rank()}")
         self.run = self.machine if self.is_first else silent.open()
-        if context.restarts:
-            self.run.log_history(history)  # what an earlier process had measured and perhaps not sent
-            self.run.log_metrics({"restarts": float(context.restarts)}, step=state.step)
+        if context.restarts:  # waits for the server: what an earlier process had measured and perhaps not sent
+            mark = {"step": state.step, "time_ms": int(time.time() * 1000), "restarts": context.restarts}
+            self.run.log_history([*history, mark])
 
     def on_step(self, step: int) -> None:
         if self.is_first:
