@@ -102,8 +102,10 @@ def test_a_training_that_meets_every_fault_ends_as_if_there_had_been_none(
     assert interrupted.info.status == "KILLED"
 
     run = training.launch(tmp_path, *options)
-    stopped_at = training.committed(tmp_path)
-    training.wait_for_step(tmp_path, stopped_at + 20, run)
+    training.wait_for(
+        lambda: training.train_workers(run.pid), "a train worker", run
+    )  # after what lies there is counted
+    training.wait_for_step(tmp_path, training.committed(tmp_path) + 20, run)
     with training.held(run.pid):
         processes = family(run)
         run.kill()
