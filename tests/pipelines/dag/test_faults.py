@@ -112,7 +112,7 @@ def test_a_training_that_meets_every_fault_ends_as_if_there_had_been_none(
         run.wait()
     assert_all_end(processes)
     (attempt,) = training.attempts(tmp_path)
-    newest = max(attempt.glob("size_upscale-*/step-*"))
+    newest = max(file.parent for file in attempt.glob("size_upscale-*/step-*/checksums.json"))  # one that is whole
     weights = bytearray((newest / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (newest / "model.safetensors").write_bytes(weights)
