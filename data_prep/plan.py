@@ -78,7 +78,7 @@ class Plan:
 
 
 def with_exif(config: DataConfig, source: str) -> DataConfig:
-    """With `exif` decided: folders of one's own photos are turned upright, all else has TensorFlow's pixels."""
+    """With `exif` decided: a folder of the user's own photos is turned upright, all else has TensorFlow's pixels."""
     is_own = source == "folder" and _family(config) not in COUNTS
     return replace(config, exif=config.exif or ("apply" if is_own else "ignore"))
 

@@ -317,9 +317,9 @@ class ScoringWorker:
         """Scores a chunk, writes its file and returns about its images' bits/dim, summed, for the progress line."""
         batch = self.job.config.batch_size
         keys, images = self.job.read(rows)
-        whole = np.concatenate([images, np.zeros((batch - len(images), *images.shape[1:]), np.uint8)])
-        if self.device != "cuda":
-            whole = images  # a shape of its own is compiled once more on a GPU, and costs nothing here
+        whole = images
+        if self.device == "cuda" and rows.start:  # a shorter last chunk would be compiled once more
+            whole = np.concatenate([images, np.zeros((batch - len(images), *images.shape[1:]), np.uint8)])
         with naming("evaluate.batch_size", batch):
             nats = self._nats(whole, self.forwards, torch.bfloat16 if self.in_bfloat16 else None)
         found = {stage: part[: len(images)] for stage, part in nats.items()}
