@@ -161,12 +161,12 @@ def curve(job: Job, images: torch.Tensor, rank: int, num_workers: int) -> dict[s
     logged: list[dict[str, float]] = []
     scores: list[float] = []
 
-    def evaluate() -> float:
+    def evaluate() -> dict[str, float]:
         values, given = values_of(job.model, valid)
         with torch.autocast(valid.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
             nats = image_nats(state.model, values, given, slices=scored_slices(state.model, first_given=False)).sum()
         scores.append(bits_per_dim(float(nats), num_images=len(valid), image_size=job.model.image_size))
-        return scores[-1]
+        return {"valid/bits_per_dim": scores[-1]}
 
     def on_log(step: int, metrics: dict[str, float]) -> None:
         if "train/bits_per_dim" in metrics:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # an object that can draw: code that makes pictures must not 
     from pipelines.nodes.pictures import TrainingSamples
 
 NOT_SEMANTIC = {"semantic": False}  # metadata of fields that decide no result: fingerprints leave them out
+UNLESS_DEFAULT = {"semantic": "unless default"}  # of a field whose default is what was done before there was one
 SYSTEMS = (  # the paper's: decoder baseline, SPN, size, depth, and full multidimensional upscaling
     ("baseline",),
     ("size_upscale",),
@@ -239,8 +240,14 @@ class TrainNodeConfig:
     init_from: str | None = field(default=None, metadata=NOT_SEMANTIC)  # its weights are the node's source
     stored_bits: int  # bit depth of the Parquet files that are read
     seed: int
+    valid_seed: int | None = field(default=None, metadata=UNLESS_DEFAULT)  # decides the validation images; None: seed
+    first_given: bool = field(default=False, metadata=UNLESS_DEFAULT)  # the chain takes slice (0, 0) from elsewhere
     resources: NodeResources = field(metadata=NOT_SEMANTIC)
     samples: TrainingSamples | None = field(default=None, metadata=NOT_SEMANTIC)
+
+    @property
+    def valid_order(self) -> int:
+        return self.seed if self.valid_seed is None else self.valid_seed
 
 
 @dataclass(frozen=True, kw_only=True)

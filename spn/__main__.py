@@ -66,10 +66,11 @@ def main(arguments: list[str] | None = None) -> None:
             index = torch.randint(NETWORK.num_slices, (16,), generator=generator)
             yield [Batch(crops(learned, 16, generator), index, None, ["crop"] * 16)]
 
-    def evaluate() -> float:
+    def evaluate() -> dict[str, float]:
         test = crops(held_out, 32, torch.Generator().manual_seed(1))
         nats = image_nats(model, test, None, slices=range(NETWORK.num_slices))
-        return bits_per_dim(float(nats.sum()), num_images=len(test), image_size=NETWORK.image_size)
+        bits = bits_per_dim(float(nats.sum()), num_images=len(test), image_size=NETWORK.image_size)
+        return {"valid/bits_per_dim": bits}
 
     def show(step: int, metrics: dict[str, float]) -> None:
         for name in ("train/bits_per_dim", "valid/bits_per_dim"):

@@ -221,7 +221,7 @@ def fit(
     config: TrainConfig,
     batches: Iterator[Sequence[Batch]],  # this worker's micro-batches of each optimiser step, from state.step on
     forward: Callable[..., Tensor],  # the model, or a wrapper of it
-    evaluate: Callable[[], float],  # exact validation bits/dim of the model's present weights
+    evaluate: Callable[[], dict[str, float]],  # exact validation scores of the model's present weights, by name
     on_log: Callable[[int, dict[str, float]], None],
     on_checkpoint: Callable[[TrainState, dict[str, float]], None],
     on_step: Callable[[int], None] = lambda step: None,
@@ -267,7 +267,7 @@ def fit(
             paused = time.perf_counter()
             with state.polyak.applied(model):
                 model.eval()
-                score = {"valid/bits_per_dim": evaluate(), "images_seen": step * config.batch_size}
+                score = {**evaluate(), "images_seen": step * config.batch_size}
                 model.train()
             on_log(step, score)
             if step % config.checkpoint_every_steps == 0 or finished:

@@ -23,7 +23,8 @@ SCHEMA = 2  # a higher number makes every node run again
 # entry goes when its module is edited in a way that does change results.
 SAME_RESULTS = {
     "c751ddd99411c027": "6df208bfde9aa5ca",  # spn.evaluation: slice_nats beside image_nats
-    "d5cd08a8bdcde4c6": "5d4f79ec0ff9dda7",  # pipelines.nodes.train: checksums; restarts in MLflow
+    "047f85c220eb569c": "5d4f79ec0ff9dda7",  # pipelines.nodes.train: checksums; restarts and two scores in MLflow
+    "26243189b32d6d4c": "94c868a73223ae08",  # spn.training: a validation may have several scores
     "57b6f5d86133bd32": "c928b87c1524a346",  # pipelines.nodes.trained: one more function, which evaluate uses
 }
 _MAX_CHANGES = 4  # named in an explanation; the rest is counted
@@ -41,7 +42,8 @@ class Sources:
 def canonical(value: Any, *, where: str = "config") -> Any:
     """Plain JSON value of a config value: dataclasses and mappings as dicts, sequences as lists.
 
-    Without dataclass fields that carry metadata={"semantic": False}, at any depth: resources, paths, logging.
+    Without dataclass fields that carry metadata={"semantic": False}, at any depth: resources, paths, logging. Those
+    with "unless default" count where they differ from their default, so that a new one outdates no earlier output.
     Without logins and tokens of URIs: the config is stored beside outputs, and new credentials change no result.
     Raises ValueError naming the place for values without a meaning outside this process (objects, functions).
     """
@@ -50,13 +52,18 @@ def canonical(value: Any, *, where: str = "config") -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [f.name for f in dataclasses.fields(value) if f.metadata.get("semantic", True)]
+        fields = [f.name for f in dataclasses.fields(value) if _counts(f, getattr(value, f.name))]
         return {name: canonical(getattr(value, name), where=f"{where}.{name}") for name in fields}
     if isinstance(value, Mapping):
         return {str(key): canonical(value[key], where=f"{where}.{key}") for key in sorted(value, key=str)}
     if isinstance(value, list | tuple):
         return [canonical(item, where=f"{where}.{i}") for i, item in enumerate(value)]
     raise ValueError(f"{where} is a {type(value).__name__}; it must be a plain value, a dataclass, a mapping or a list")
+
+
+def _counts(field: dataclasses.Field[Any], value: Any) -> bool:
+    counts = field.metadata.get("semantic", True)
+    return value != field.default if counts == "unless default" else counts
 
 
 def digest(value: Any) -> str:

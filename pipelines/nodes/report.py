@@ -166,7 +166,9 @@ def _curves_section(histories: Mapping[str, Sequence[Mapping[str, float]]]) -> s
     columns = min(3, len(histories))
     axes = figure.subplots(-(-len(histories) // columns), columns, squeeze=False).ravel()
     for axis, (stage, history) in zip(axes, histories.items(), strict=False):
-        for metric, style in (("train/bits_per_dim", {"alpha": 0.5, "lw": 1}), ("valid/bits_per_dim", {"marker": "o"})):
+        compared = "valid/bits_per_dim/all_slices"  # of the dims of train; earlier trainings have one score alone
+        valid = compared if compared in history[-1] else "valid/bits_per_dim"
+        for metric, style in (("train/bits_per_dim", {"alpha": 0.5, "lw": 1}), (valid, {"marker": "o"})):
             points = [(entry["images_seen"], entry[metric]) for entry in history if metric in entry]
             axis.plot(*zip(*points, strict=True), label=metric.split("/")[0], ms=3, **style)
         axis.set(title=stage, xlabel="images seen")

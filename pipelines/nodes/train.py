@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import hashlib
 import json
 import posixpath
 import tempfile
@@ -32,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from data_prep import ray_compat
 from data_prep.files import Store, UserError, join, naming_full_disk, open_store
 from data_prep.ingest import collate, train_stream
-from data_prep.parquet import draws, open_dataset
+from data_prep.parquet import Dataset, draws, open_dataset
 from pipelines.config import TrainNodeConfig
 from pipelines.dag.node import NodeContext, NodeResult
 from pipelines.nodes.memory import device_name, free_memory, halved, largest_that_fits, naming
@@ -40,13 +41,13 @@ from pipelines.nodes.trained import check_start_weights, start_weights_of
 from spn.bitdepth import stage_values
 from spn.checkpoint import CONFIG, load_trainer, load_weights, save_checkpoint
 from spn.config import TrainConfig
-from spn.evaluation import EVAL_BATCH, bits_per_dim, image_nats, scored_slices
+from spn.evaluation import EVAL_BATCH, bits_per_dim, image_nats
 from spn.model import SPN, recompute_activations
 from spn.training import Batch, TrainState, batch_nats, fit
 
 HISTORY = "history.json"  # all that was logged: of the whole training, and beside each checkpoint up to it
 MICRO_BATCH = "micro_batch.json"  # what was found at the start of the attempt
-SCORE = "valid/bits_per_dim"
+SCORE, ALL_SLICES = "valid/bits_per_dim", "valid/bits_per_dim/all_slices"
 SAMPLES = "training_samples"  # key of the grids in MLflow
 
 
@@ -70,12 +71,13 @@ def run(context: NodeContext[TrainNodeConfig]) -> NodeResult:
     # A training that has a checkpoint of its own does not read these weights again, and they may be gone.
     if config.init_from is not None and step == 0:
         check_start_weights(config.init_from, config.model)
+    num_valid = min(config.train.num_valid_images or dataset.num_images("valid"), dataset.num_images("valid"))
     with context.run.open() as run:
         for split, purpose in (("train", "training"), ("valid", "validation")):
             run.log_dataset(
                 dataset, resolution=config.model.image_size, bits=config.stored_bits, split=split, context=purpose
             )
-    num_valid = min(config.train.num_valid_images or dataset.num_images("valid"), dataset.num_images("valid"))
+        run.set_tags({"valid_images": valid_images_digest(dataset, config, num_valid)})
     result = _trainer(context, store, name=name, step=step, dataset=dataset.uri, num_valid=num_valid).fit()
     history = json.loads(store.read_bytes(posixpath.join(name, posixpath.basename(result.checkpoint.path), HISTORY)))
     store.write_text(HISTORY, json.dumps(history, indent=1))
@@ -93,6 +95,12 @@ def run(context: NodeContext[TrainNodeConfig]) -> NodeResult:
     return NodeResult(outputs={"checkpoint": checkpoint, "history": HISTORY}, metrics=metrics)
 
 
+def valid_images_digest(dataset: Dataset, config: TrainNodeConfig, num_images: int) -> str:
+    """Equal for trainings of any seed and any stage that validate on the same images."""
+    whole = dataset.split_digest(resolution=config.model.image_size, bits=8, split="valid")
+    return hashlib.sha256(f"{whole} {config.valid_order} {num_images}".encode()).hexdigest()[:32]
+
+
 def _trainer(
     context: NodeContext[TrainNodeConfig], store: Store, *, name: str, step: int, dataset: str, num_valid: int
 ) -> TorchTrainer:
@@ -104,7 +112,6 @@ def _trainer(
         dataset,
         resolution=config.model.image_size,
         bits=config.stored_bits,
-        seed=config.seed,
         # The node's cost sets CPUs aside for reading, but the read tasks ask for none: what the workers leave over may
         # be spread over machines in parts that are too small for any task, which would then wait for ever.
         num_cpus_per_task=0,
@@ -115,10 +122,10 @@ def _trainer(
     def train_data() -> ray.data.Dataset:
         start, num_rows = rows_to_read(train, step)
         rows = None if resources.num_workers == 1 else train.batch_size // resources.num_workers
-        return stream(split="train", start_row=start, num_rows=num_rows, rows_per_block=rows)
+        return stream(split="train", seed=config.seed, start_row=start, num_rows=num_rows, rows_per_block=rows)
 
     def valid_data() -> ray.data.Dataset:
-        return stream(split="valid", start_row=0, num_rows=num_valid)  # a fixed set, drawn by the seed
+        return stream(split="valid", seed=config.valid_order, start_row=0, num_rows=num_valid)
 
     recorded = recorded_micro_batch(store, train, num_workers=resources.num_workers)
     return TorchTrainer(
@@ -193,10 +200,10 @@ def train_worker(context: NodeContext[TrainNodeConfig], recorded: tuple[int, str
     recorder = Recorder(context, state, history, note=note)
     valid = ValidImages(node, rank=rank, num_workers=num_workers, device=device)
 
-    def evaluate() -> float:
-        score = valid.bits_per_dim(model)
+    def evaluate() -> dict[str, float]:
+        scores = valid.bits_per_dim(model)
         recorder.draw(valid)
-        return score
+        return scores
 
     recorder.on_step(state.step)
     batches = micro_batches(
@@ -241,8 +248,8 @@ class Recorder:
             self.context.progress.update(done, total, unit="slices", note=self.note)
 
     def on_log(self, step: int, metrics: dict[str, float]) -> None:
-        if "valid/bits_per_dim" in metrics:
-            self.note = f"valid {metrics['valid/bits_per_dim']:.3f} bits/dim"
+        if SCORE in metrics:
+            self.note = f"valid {metrics[SCORE]:.3f} bits/dim"
         if self.peak_speed is not None and "train/slices_per_sec" in metrics:
             mfu = metrics["train/slices_per_sec"] / self.num_workers / self.peak_speed
             metrics = {**metrics, "train/mfu": mfu}
@@ -470,10 +477,14 @@ class ValidImages:
         self.num_images = len(pixels)
         return pixels[self.rank :: self.num_workers].copy()
 
-    def bits_per_dim(self, model: SPN) -> float:
-        """Exact: every slice that the stage answers for, of every image, nats summed over all workers, divided once."""
+    def bits_per_dim(self, model: SPN) -> dict[str, float]:
+        """Exact, nats summed over all workers and divided once. SCORE: of the slices that the chain takes from this
+        network, as in test/bits_per_dim. ALL_SLICES: of those that it trains on, as in train/bits_per_dim.
+        """
         config, half = model.config, self.node.train.precision == "bfloat16"
-        nats = torch.zeros((), dtype=torch.float64, device=self.device)
+        is_first = config.stage == "first_slice"
+        nats = torch.zeros(2, dtype=torch.float64, device=self.device)  # of slice (0, 0) and of the others
+        others = range(1, 1 if is_first and self.node.train.slices == "first" else config.num_slices)
         for start in range(0, len(self.pixels), EVAL_BATCH):
             values, given = stage_values(
                 to_image(self.pixels[start : start + EVAL_BATCH], self.device),
@@ -482,9 +493,16 @@ class ValidImages:
                 num_bits=config.num_bits,
             )
             with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
-                nats += image_nats(model, values, given, slices=scored_slices(model, first_given=False)).sum()
-        nats = sum_over_workers(nats)
-        return bits_per_dim(nats.item(), num_images=self.num_images, image_size=config.image_size)
+                for part, slices in enumerate((range(1), others)):
+                    nats[part] += image_nats(model, values, given, slices=slices).sum()
+        first, rest = sum_over_workers(nats).tolist()
+        # A first_slice network is given no other slice, so that all are draws of one kind: their mean.
+        found = {
+            SCORE: first if is_first else rest if self.node.first_given else first + rest,
+            ALL_SLICES: (first + rest) / (1 + len(others) if is_first else 1),
+        }
+        size = config.image_size
+        return {key: bits_per_dim(value, num_images=self.num_images, image_size=size) for key, value in found.items()}
 
 
 def resume(state: TrainState, folder: Path, device: torch.device) -> list[dict[str, float]]:

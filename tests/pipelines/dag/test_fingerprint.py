@@ -66,6 +66,16 @@ def test_fields_that_decide_nothing_are_left_out_at_every_depth() -> None:
     assert digest(Holder(Placed())) == digest(Holder(Placed("/b"), 9)) != digest(Holder(Placed(seed=1)))
 
 
+@dataclass(frozen=True)
+class Grown:
+    seed: int = 0
+    later: int | None = field(default=None, metadata={"semantic": "unless default"})
+
+
+def test_a_setting_that_came_later_counts_where_it_is_not_as_before() -> None:
+    assert digest(Grown()) == digest({"seed": 0}) != digest(Grown(later=0))
+
+
 def test_order_of_keys_does_not_matter_and_values_do() -> None:
     assert digest({"a": 1, "b": [1, 2]}) == digest({"b": (1, 2), "a": 1})
     assert len({digest({"a": v}) for v in (1, 2, "1", None, True, [1], {"b": 1}, 1.5)}) == 8

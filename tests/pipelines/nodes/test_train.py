@@ -29,20 +29,24 @@ import torch.distributed as dist
 
 from data_prep import ray_compat
 from data_prep.files import Store, UserError, open_store
+from pipelines import pipeline
 from pipelines.cluster import ROOT
 from pipelines.config import NodeResources, TrainNodeConfig
 from pipelines.dag.node import NodeContext
 from pipelines.dag.progress import Reporter
+from pipelines.loading import load
 from pipelines.nodes import train, trained
 from pipelines.nodes.memory import halved, largest_that_fits
 from pipelines.tracking import RunHandle
 from spn.checkpoint import save_checkpoint
 from spn.config import SPNConfig, TrainConfig
+from spn.evaluation import bits_per_dim, image_nats
 from spn.model import SPN
 from spn.ordering import image_to_slices
 from spn.training import Batch, fit
 
 BATCH, SIDE, CPU = 8, 4, torch.device("cpu")
+SCORES = {train.SCORE: 1.5}
 
 
 def node(model: SPNConfig, **settings: Any) -> TrainNodeConfig:
@@ -324,12 +328,56 @@ def test_a_picture_that_cannot_be_drawn_ends_no_training(
         def picture(self, *_: Any, **__: Any) -> np.ndarray:
             raise RuntimeError("no room for a picture")
 
-    valid = SimpleNamespace(bits_per_dim=lambda model: 1.5, pixels=np.zeros((1, SIDE, SIDE, 3), np.uint8))
+    valid = SimpleNamespace(bits_per_dim=lambda model: SCORES, pixels=np.zeros((1, SIDE, SIDE, 3), np.uint8))
     monkeypatch.setattr(train, "ValidImages", lambda *_, **__: valid)
-    scores = list[float]()
+    scores = list[dict[str, float]]()
     with pytest.warns(UserWarning, match="^no picture of samples at step 0: no room for a picture$"):
         work(lambda *_, evaluate, **__: scores.append(evaluate()), samples=Samples())
-    assert scores == [1.5]
+    assert scores == [SCORES]
+
+
+# ---- validation ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "more", "in_chain", "all_slices"),
+    [
+        ("size_upscale", {}, range(4), range(4)),
+        ("size_upscale", {"first_given": True}, range(1, 4), range(4)),
+        ("first_slice", {}, range(1), range(4)),
+        ("first_slice", {"slices": "first"}, range(1), range(1)),
+    ],
+)
+def test_validation_scores_the_slices_that_the_chain_uses_and_those_that_train_counts(
+    stage: str, more: dict[str, Any], in_chain: range, all_slices: range, tiny_config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both in dims of the full image, and whatever the number of workers."""
+    model = SPN(tiny_config(stage, image_size=SIDE, scaling_factor=2, num_bits=8)).eval()
+    settings = {key: value for key, value in more.items() if key == "slices"}
+    config = dataclasses.replace(node(model.config, **settings), first_given="first_given" in more)
+    monkeypatch.setattr(train.ray.train, "get_dataset_shard", lambda name: {"valid": Shard(0, 1, 0)}[name])
+    parts = [train.ValidImages(config, rank=rank, num_workers=2, device=CPU) for rank in range(2)]
+    monkeypatch.setattr(train, "sum_over_workers", lambda value: value)
+    found = [part.bits_per_dim(model) for part in parts]
+    image = torch.arange(16)[:, None, None, None].expand(-1, 3, SIDE, SIDE)
+    for key, slices in ((train.SCORE, in_chain), (train.ALL_SLICES, all_slices)):
+        nats = float(image_nats(model, image, None, slices=slices).sum())
+        shown = 1 / len(slices) if stage == "first_slice" else 1  # a mean of slices, as in train/bits_per_dim
+        expected = shown * bits_per_dim(nats, num_images=16, image_size=SIDE)
+        assert sum(scores[key] for scores in found) == pytest.approx(expected)
+
+
+def test_the_validation_images_follow_from_the_data_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the trainings of both seeds say so by an equal digest."""
+    whole = SimpleNamespace(split_digest=lambda **_: "shards")
+
+    def trains(*overrides: str) -> list[TrainNodeConfig]:
+        return [each.config for each in pipeline.nodes(load("debug", overrides)) if each.name.startswith("train_")]
+
+    digests = {train.valid_images_digest(whole, each, 8) for each in (*trains(), *trains("seed=1"))}
+    assert {each.valid_order for each in (*trains(), *trains("seed=1"))} == {0} and len(digests) == 1
+    assert {each.valid_order for each in trains("data.seed=1")} == {1}
+    assert [each.first_given for each in trains()] == [False, True, False]
 
 
 # ---- storage that damages or fills up -------------------------------------------------------------------------------
@@ -342,7 +390,7 @@ class Ray:
 
     def __init__(self, store: Store, work: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
         self.store, self.work, self.monkeypatch = store, work, monkeypatch
-        monkeypatch.setattr(train, "ValidImages", lambda *_, **__: SimpleNamespace(bits_per_dim=lambda model: 1.5))
+        monkeypatch.setattr(train, "ValidImages", lambda *_, **__: SimpleNamespace(bits_per_dim=lambda model: SCORES))
         for name in ("report", "get_checkpoint"):
             monkeypatch.setattr(train.ray.train, name, getattr(self, name))
 

@@ -29,12 +29,12 @@ def test_fit_logs_validates_and_saves_at_the_right_steps(network, settings, batc
     state = TrainState.create(model, config)
     logged, saved, steps, scores = [], [], [], []
 
-    def evaluate() -> float:
+    def evaluate() -> dict[str, float]:
         assert not any(m.training for m in model.modules())
         weights = {name: p.detach() for name, p in model.named_parameters()}
         assert_bitwise(weights, state.polyak.shadow)
         scores.append(10.0 + state.step)
-        return scores[-1]
+        return {"valid/bits_per_dim": scores[-1]}
 
     def on_log(step: int, metrics: dict[str, float]) -> None:
         assert step == state.step
@@ -123,10 +123,11 @@ def run(make_batch, batches_from) -> Callable[[TrainState, TrainConfig, Path | N
                 place.mkdir(parents=True)
                 save_checkpoint(place, model=got.model, ema=got.polyak.shadow, trainer=got.trainer_dict())
 
-        def evaluate() -> float:
+        def evaluate() -> dict[str, float]:
             batch = make_batch(state.model, 99, 4)
             slices = range(1 if state.model.config.stage == "first_slice" else state.model.config.num_slices)
-            return float(image_nats(state.model, batch.image, batch.given, slices=slices).sum())
+            nats = image_nats(state.model, batch.image, batch.given, slices=slices)
+            return {"valid/bits_per_dim": float(nats.sum())}
 
         fit(
             state,
