@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 from rich.console import Console
 from rich.table import Table
 
@@ -96,36 +95,31 @@ def compare(places: Sequence[str]) -> int:
     easy or hard for both falls away, so it is known far better than either mean. Raises UserError.
     """
     first, second = map(_per_image, places)
-    if set(first) != set(second):
+    if first.column("key") != second.column("key"):
         raise UserError(f"--compare: {places[0]} and {places[1]} score different images")
     table = Table(title=f"bits/dim of {len(first)} images", caption=f"A: {places[0]}\nB: {places[1]}")
     for column in ("part", "A", "B", "A - B", "standard error"):
         table.add_column(column, justify="left" if column == "part" else "right")
-    for part in next(iter(first.values())):
-        if part in next(iter(second.values())):
-            ours, theirs = (np.array([scores[key][part] for key in first]) for scores in (first, second))
-            error = (ours - theirs).std(ddof=1) / math.sqrt(len(ours))
-            numbers = (f"{ours.mean():.4f}", f"{theirs.mean():.4f}", f"{(ours - theirs).mean():+.4f}", f"{error:.4f}")
-            table.add_row(part, *numbers)
+    for part in first.column_names[1:]:
+        if part in second.column_names:
+            means = (f"{pc.mean(scores.column(part)).as_py():.4f}" for scores in (first, second))
+            difference, error = tracking.paired_difference(first, second, part)
+            table.add_row(part, *means, f"{difference:+.4f}", f"{error:.4f}")
     Console().print(table)
     return DONE
 
 
-def _per_image(place: str) -> Mapping[str, Mapping[str, float]]:
-    """{key of an image: {part: bits/dim}}."""
+def _per_image(place: str) -> pa.Table:
+    """Scores of a file, or of a run folder's newest `evaluate`."""
     try:
-        folder, _, name = place.rpartition("/")
-        if name.endswith(".parquet"):
-            store = open_store(folder or ("/" if place.startswith("/") else "."))
-        else:
-            store = open_store(place)
-            made = [attempt.success for attempt in history(store, "evaluate") if attempt.success is not None]
-            if not made:
-                raise UserError(f"--compare {place}: no finished evaluate in this run folder")
-            newest = max(made, key=lambda success: success.finished)
-            name = join(newest.folder, newest.named["per_image"])
-        rows = pq.read_table(pa.BufferReader(store.read_bytes(name))).to_pylist()
-        return {row.pop("key"): row for row in rows}
+        if place.endswith(".parquet"):
+            return tracking.read_scores(place if "://" in place else str(Path(place).absolute()))
+        store = open_store(place)
+        made = [attempt.success for attempt in history(store, "evaluate") if attempt.success is not None]
+        if not made:
+            raise UserError(f"--compare {place}: no finished evaluate in this run folder")
+        newest = max(made, key=lambda success: success.finished)
+        return tracking.read_scores(store.uri_of(join(newest.folder, newest.named["per_image"])))
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"--compare {place}: {error}") from error
 

@@ -16,6 +16,7 @@ import fcntl
 import functools
 import json
 import logging
+import math
 import os
 import shlex
 import sqlite3
@@ -29,7 +30,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, unquote, urlsplit
 
-from data_prep.files import Store, UserError
+import pyarrow as pa
+
+from data_prep.files import Store, UserError, open_store, parent
 from pipelines.dag import fingerprint
 from pipelines.dag.masking import mask, mask_uris, plain_uri
 
@@ -63,7 +66,7 @@ _PARAM_CHARS, _TAG_CHARS, _METRIC_BATCH = 500, 5000, 1000  # MLflow's limits
 # Names in the model registry: aliases, tags of a version.
 CANDIDATE, CHAMPION = "candidate", "champion"
 SCORE, TEST_SET, DIMS = "test_bits_per_dim", "test_set", "scored_dims"
-ATTEMPT, CHECKPOINT, VERDICT = "attempt", "checkpoint", "champion_rule"
+ATTEMPT, CHECKPOINT, VERDICT, SCORES = "attempt", "checkpoint", "champion_rule", "scores"
 
 _Call = Callable[["MlflowClient"], object]
 
@@ -571,8 +574,8 @@ def _now_ms() -> int:
 # the checkpoint's folder of safetensors files. The aliases, set whenever the `evaluate` node has scored a stage:
 #
 #     candidate   the version that was scored last
-#     champion    moves to the candidate only if it has strictly fewer bits/dim than the champion on the same test set
-#                 (equal digest) and for the same dims (image size, slices, bits); what cannot be compared leaves it
+#     champion    moves to the candidate only if that gains more than two standard errors of the paired difference, on
+#                 the same test set (equal digest) and dims (image size, slices, bits); else it stays
 
 
 @dataclass(frozen=True)
@@ -585,6 +588,7 @@ class StageModel:
     bits_per_dim: float  # the stage's part, on all test images
     test_set: str  # digest of the test images' shards
     dims: str  # which dims of an image were scored, in words that are equal only for equal dims
+    scores: str  # file with the bits/dim of each test image in a column named as the stage: local path or URI
 
 
 def register(client: MlflowClient, run_id: str, model: StageModel) -> str:
@@ -604,6 +608,7 @@ def register(client: MlflowClient, run_id: str, model: StageModel) -> str:
         SCORE: repr(model.bits_per_dim),
         TEST_SET: model.test_set,
         DIMS: model.dims,
+        SCORES: plain_uri(model.scores),
     }
     if version is None:
         source = _source(client, run, model)
@@ -616,13 +621,14 @@ def register(client: MlflowClient, run_id: str, model: StageModel) -> str:
     tags_of_holder = next((v.tags for v in known if str(v.version) == str(holder)), {ATTEMPT: model.attempt})
     moves, why = judge(model, None if tags_of_holder.get(ATTEMPT) == model.attempt else tags_of_holder)
     client.set_model_version_tag(name, version, VERDICT, why)
+    print(f"{name}, version {version}: {why}")
     if moves:
         client.set_registered_model_alias(name, CHAMPION, version)
     return str(version)
 
 
 def attempts_with_alias(uri: str, *, experiment: str) -> set[str]:
-    """Attempts whose model versions have an alias. Raises UserError if MLflow does not say."""
+    """Attempts that trained or scored a model version with an alias. Raises UserError if MLflow does not say."""
     if (file := _sqlite_file(uri)) and not file.exists():
         return set()
     try:
@@ -630,7 +636,9 @@ def attempts_with_alias(uri: str, *, experiment: str) -> set[str]:
         client = make_client(uri)
         models = client.search_registered_models(filter_string=f"name LIKE '{experiment}.%'", max_results=1000)
         named = {(model.name, version) for model in models for version in model.aliases.values()}
-        return {client.get_model_version(*each).tags.get(ATTEMPT, "") for each in named}
+        tags = [client.get_model_version(*each).tags for each in named]
+        files = [Path(each.get(SCORES, "").partition("?")[0]) for each in tags]
+        return {*(each.get(ATTEMPT, "") for each in tags), *(file.parent.name for file in files)}
     except Exception as error:
         why = next(iter(str(error).splitlines()), "")
         raise UserError(f"MLflow at {uri} does not say which model versions have an alias ({why})") from error
@@ -643,10 +651,31 @@ def judge(model: StageModel, champion: dict[str, str] | None) -> tuple[bool, str
     for key, own in ((TEST_SET, model.test_set), (DIMS, model.dims)):
         if champion.get(key) != own:
             return False, f"not compared: the champion's {key} is {champion.get(key)}, this one's {own}"
-    best = float(champion[SCORE])
-    if model.bits_per_dim < best:
-        return True, f"champion: {model.bits_per_dim:.6f} bits/dim, before {best:.6f}"
-    return False, f"champion stays: {best:.6f} bits/dim, this version {model.bits_per_dim:.6f}"
+    try:
+        theirs, ours = read_scores(champion[SCORES]), read_scores(model.scores)
+        gain, error = paired_difference(theirs, ours, model.stage)
+    except (OSError, ValueError, KeyError) as problem:
+        return False, f"champion stays: the scores per image cannot be compared ({problem}); delete the alias?"
+    moves = gain > 2 * error
+    found = f"this version gains {gain:.6f} bits/dim, and two standard errors are {2 * error:.6f}"
+    return moves, f"champion: {found}" if moves else f"champion stays: {found}"
+
+
+def read_scores(uri: str) -> pa.Table:
+    """Bits/dim of each image: a row per image, by key, and a column per part. Raises OSError, ValueError."""
+    from data_prep.parquet import open_parquet
+
+    folder, name = parent(uri)
+    return open_parquet(pa.BufferReader(open_store(folder).read_bytes(name)), name=name).read().sort_by("key")
+
+
+def paired_difference(first: pa.Table, second: pa.Table, part: str) -> tuple[float, float]:
+    """Mean of first - second and its standard error (NaN of one image). Raises ValueError for different images."""
+    if first.column("key") != second.column("key"):
+        raise ValueError("they score different images")
+    change = first.column(part).to_numpy() - second.column(part).to_numpy()
+    spread = float(change.std(ddof=1)) if len(change) > 1 else math.nan
+    return float(change.mean()), spread / math.sqrt(len(change))
 
 
 def _source(client: MlflowClient, run: Any, model: StageModel) -> str:

@@ -419,6 +419,7 @@ def _tell_train_runs(
             attempt=output.attempt,
             bits_per_dim=part["bits_per_dim"],
             test_set=test_set,
+            scores=join(context.out, PER_IMAGE),
             dims=dims + (" without slice (0, 0)" if first_given(stage, list(configs)) else ""),
         )
         with context.run.at(output.mlflow_run_id).open() as run:

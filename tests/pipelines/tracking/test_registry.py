@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from data_prep.files import open_store
@@ -20,6 +23,7 @@ FIRST = StageModel(
     bits_per_dim=0.5,
     test_set="aaaa",
     dims="64px S=2 bits 0+3",
+    scores="/nowhere/e1/per_image.parquet",
 )
 
 
@@ -29,23 +33,38 @@ def tags(model: StageModel) -> dict[str, str]:
         tracking.TEST_SET: model.test_set,
         tracking.DIMS: model.dims,
         tracking.ATTEMPT: model.attempt,
+        tracking.SCORES: model.scores,
     }
+
+
+def scored(folder: Path, attempt: str, scores: list[float]) -> str:
+    """The file of an `evaluate`."""
+    file = folder / attempt / "per_image.parquet"
+    file.parent.mkdir()
+    pq.write_table(pa.table({"key": list("cab")[: len(scores)], "size_upscale": scores}), file)
+    return str(file)
 
 
 @pytest.mark.parametrize(
     ("changes", "moves", "why"),
     [
-        ({"bits_per_dim": 0.499999}, True, "before 0.500000"),
-        ({"bits_per_dim": 0.5}, False, "champion stays"),  # strictly better, or nothing
-        ({"bits_per_dim": 0.6}, False, "champion stays"),
+        ({"scores": [0.8, 0.28, 0.36]}, True, "champion: this version gains 0.020000"),  # two errors: 0.011547
+        ({"scores": [0.8, 0.28, 0.40]}, False, "champion stays: this version gains 0.006667"),  # 0.013333
+        ({"scores": [0.9, 0.4, 0.5]}, False, "champion stays: this version gains -0.1"),
+        ({"scores": "/nowhere/e2/per_image.parquet"}, False, "champion stays: the scores per image cannot be compared"),
+        ({"scores": [0.1]}, False, "champion stays: the scores per image cannot be compared"),
         ({"bits_per_dim": 0.1, "test_set": "bbbb"}, False, "not compared: the champion's test_set is aaaa"),
         ({"bits_per_dim": 0.1, "dims": "64px S=2 bits 0+8"}, False, "not compared: the champion's scored_dims"),
     ],
 )
-def test_the_champion_moves_to_what_is_strictly_better_at_the_same_task(
-    changes: dict[str, Any], moves: bool, why: str
+def test_the_champion_moves_for_a_gain_beyond_two_standard_errors_on_the_same_images(
+    changes: dict[str, Any], moves: bool, why: str, tmp_path: Path
 ) -> None:
-    moved, reason = judge(dataclasses.replace(FIRST, **changes), tags(FIRST))
+    """The spread of the images, which is far larger than the gain, does not count."""
+    champion = dataclasses.replace(FIRST, scores=scored(tmp_path, "e1", [0.82, 0.31, 0.37]))
+    if isinstance(changes.get("scores"), list):
+        changes = changes | {"scores": scored(tmp_path, "e2", changes["scores"])}
+    moved, reason = judge(dataclasses.replace(champion, **changes), tags(champion))
     assert moved == moves and why in reason
 
 
@@ -66,10 +85,14 @@ def holders(ledger: Ledger, stage: str = "size_upscale") -> dict[str, str]:
     return {alias: str(version) for alias, version in aliases.items()}
 
 
-def test_versions_and_aliases_of_three_trainings(ledger: Ledger) -> None:
+def test_versions_and_aliases_of_three_trainings(
+    ledger: Ledger, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     client = tracking.make_client(ledger.uri)
+    numbers = itertools.count()
 
     def register(model: StageModel) -> str:
+        model = dataclasses.replace(model, scores=scored(tmp_path, f"e{next(numbers)}", [model.bits_per_dim] * 3))
         handle = ledger.start_node("train_size_upscale", tags={}, params={})
         with handle.open() as run:
             run.register_model(model)
@@ -87,7 +110,8 @@ def test_versions_and_aliases_of_three_trainings(ledger: Ledger) -> None:
     register(dataclasses.replace(FIRST, attempt="4", bits_per_dim=0.42))  # which is what the next one is compared with
     assert holders(ledger) == {CANDIDATE: "4", CHAMPION: "4"}
     client.set_registered_model_alias("demo.size_upscale", "mine", "2")
-    assert tracking.attempts_with_alias(ledger.uri, experiment="demo") == {"2", "4"}
+    assert tracking.attempts_with_alias(ledger.uri, experiment="demo") == {"2", "4", "e1", "e4"}
+    assert capsys.readouterr().out.count("demo.size_upscale, version 2: champion stays: this version gains -0.2") == 2
     client.delete_registered_model_alias("demo.size_upscale", "mine")
 
     versions = {v.version: v for v in client.search_model_versions("name = 'demo.size_upscale'")}

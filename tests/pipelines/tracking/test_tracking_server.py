@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from toy.training import MlflowServer
 
@@ -168,11 +170,15 @@ def test_everything_is_recorded_behind_a_login(
     worker = subprocess.run(
         [sys.executable, "-c", code], input=pickle.dumps(handle), env=env, capture_output=True, timeout=120, check=True
     )
-    model = StageModel("a", str(tmp_path / "step-00000003"), "1", 1.5, "digest", "dims")
+    for bits in (1.5, 1.4):
+        pq.write_table(pa.table({"key": ["x", "y"], "a": [bits] * 2}), tmp_path / f"{bits}.parquet")
+    scores = str(tmp_path / "1.5.parquet")
+    model = StageModel("a", str(tmp_path / "step-00000003"), "1", 1.5, "digest", "dims", scores)
+    better = {"bits_per_dim": 1.4, "scores": str(tmp_path / "1.4.parquet")}
     with handle.open() as run:
         run.log_image(np.zeros((4, 4, 3), np.uint8), key="samples", step=3)
         run.register_model(model)
-        run.register_model(dataclasses.replace(model, attempt="2", bits_per_dim=1.4, checkpoint="s3://bucket/step-4"))
+        run.register_model(dataclasses.replace(model, attempt="2", checkpoint="s3://bucket/step-4", **better))
     ledger.finish(handle, "FINISHED")
     ledger.close("FINISHED")
 
