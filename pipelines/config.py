@@ -26,6 +26,7 @@ NOT_SEMANTIC = {"semantic": False}  # metadata of fields that decide no result: 
 UNLESS_DEFAULT = {"semantic": "unless default"}  # of a field whose default is what was done before there was one
 SYSTEMS = (  # the paper's: decoder baseline, SPN, size, depth, and full multidimensional upscaling
     ("baseline",),
+    ("baseline", "depth_upscale"),  # over the plain raster order
     ("size_upscale",),
     ("first_slice", "size_upscale"),
     ("size_upscale", "depth_upscale"),
@@ -405,7 +406,7 @@ def broken_rules(config: ExperimentConfig) -> Iterator[str]:
     if "baseline" in chosen and c.scaling_factor != 1:
         yield f"scaling_factor is {c.scaling_factor}; the baseline models the image whole: scaling_factor=1"
     if "baseline" not in chosen and c.scaling_factor < 2:
-        yield f"scaling_factor is {c.scaling_factor}; slices need at least 2 (or stages=[baseline])"
+        yield f"scaling_factor is {c.scaling_factor}; slices need at least 2 (or baseline in stages)"
     if size % c.scaling_factor:
         near = max(size // c.scaling_factor, 1) * c.scaling_factor
         yield f"data.image_size is {size}; scaling_factor, {c.scaling_factor}, must divide it (nearest: {near})"

@@ -267,6 +267,7 @@ def test_a_printed_config_loads_to_the_same_config(tmp_path: Path) -> None:
 SYSTEMS = {  # overrides of debug -> {stage: (bits given, bits generated)}
     (): {"first_slice": (0, 3), "size_upscale": (0, 3), "depth_upscale": (3, 5)},
     ("stages=[baseline]", "bits=[8]", "scaling_factor=1"): {"baseline": (0, 8)},
+    ("stages=[baseline,depth_upscale]", "scaling_factor=1"): {"baseline": (0, 3), "depth_upscale": (3, 5)},
     ("stages=[size_upscale]", "bits=[5]"): {"size_upscale": (0, 5)},
     ("stages=[first_slice,size_upscale]", "bits=[8]"): {"first_slice": (0, 8), "size_upscale": (0, 8)},
     ("stages=[depth_upscale,size_upscale]", "bits=[2,5]"): {"size_upscale": (0, 2), "depth_upscale": (2, 3)},
@@ -529,15 +530,15 @@ MISTAKES = {
     ("bits=[3]",): "bits is [3]; depth_upscale needs at least two entries, e.g. [3, 8]",
     ("stages=[size_upscale]",): "bits is [3, 8]; without depth_upscale in stages it has one entry, e.g. [8]",
     ("stages=[size_upscal]",): "stages: unknown stage 'size_upscal'; nearest: size_upscale",
-    ("stages=[depth_upscale]",): "stages is [depth_upscale]; allowed: [baseline], [size_upscale], "
-    "[first_slice, size_upscale], [size_upscale, depth_upscale], [first_slice, size_upscale, depth_upscale]",
-    ("stages=[baseline,depth_upscale]",): "stages is [baseline, depth_upscale]; allowed: [baseline], [size_upscale], "
-    "[first_slice, size_upscale], [size_upscale, depth_upscale], [first_slice, size_upscale, depth_upscale]",
+    ("stages=[depth_upscale]",): "stages is [depth_upscale]; allowed: [baseline], [baseline, depth_upscale], "
+    "[size_upscale], [first_slice, size_upscale], [size_upscale, depth_upscale], [first_slice, size_upscale, "
+    "depth_upscale]",
+    ("stages=[baseline,depth_upscale]",): "scaling_factor is 2; the baseline models the image whole: scaling_factor=1",
     (
         "bits=[8]",
         "stages=[baseline]",
     ): "scaling_factor is 2; the baseline models the image whole: scaling_factor=1",
-    ("scaling_factor=1",): "scaling_factor is 1; slices need at least 2 (or stages=[baseline])",
+    ("scaling_factor=1",): "scaling_factor is 1; slices need at least 2 (or baseline in stages)",
     (
         "train.batch_size=8",
         "resources.num_workers=3",

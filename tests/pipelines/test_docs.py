@@ -64,7 +64,7 @@ def test_readme_is_short_and_its_tree_is_the_projects() -> None:
 
 def test_commands_of_the_paper_page_load_to_a_plan() -> None:
     rows = re.findall(r"^\| .*?`(\w+\d[^`]*)` \|", (ROOT / "docs/paper.md").read_text(), re.MULTILINE)
-    assert len(rows) == 20
+    assert len(rows) == 21
     for command in set(rows):
         preset, *overrides = command.split()
         assert nodes(load(preset, overrides), listed=False)[-1].name == "report"

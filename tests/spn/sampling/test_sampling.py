@@ -255,14 +255,17 @@ def test_first_slices_are_kept_and_the_rest_is_drawn_as_if_they_had_been(num_kno
     assert not torch.equal(*rest)
 
 
-def test_first_rows_are_kept_and_the_rest_is_drawn_as_if_they_had_been(stage_network):
-    models = {"baseline": stage_network("baseline", seed=6)}
-    whole = sample_chain(models, seed=5, images=range(4))["baseline"]
-    again = sample_chain(models, seed=5, images=range(4), rows=whole[:, :, :2])["baseline"]
-    assert torch.equal(again, whole)
-    other = sample_chain(models, seed=5, images=range(4), rows=7 - whole[:, :, :2])["baseline"]
-    assert torch.equal(other[:, :, :2], 7 - whole[:, :, :2])
-    assert not torch.equal(other[:, :, 2:], whole[:, :, 2:])
+def test_first_rows_are_kept_and_the_rest_is_drawn_as_if_they_had_been(stage_network, tiny_spn):
+    """Depth upscaling over the raster order follows, as it does after any image of its high bits."""
+    depth = tiny_spn("depth_upscale", seed=7, image_size=4, scaling_factor=1, num_bits=5, num_given_bits=3)
+    models = {"baseline": stage_network("baseline", seed=6), "depth_upscale": depth}
+    whole = sample_chain(models, seed=5, images=range(4))
+    rows = whole["baseline"][:, :, :2]
+    assert same(sample_chain(models, seed=5, images=range(4), rows=rows), whole)
+    other = sample_chain(models, seed=5, images=range(4), rows=7 - rows)
+    assert torch.equal(other["baseline"][:, :, :2], 7 - rows)
+    assert not torch.equal(other["baseline"][:, :, 2:], whole["baseline"][:, :, 2:])
+    assert torch.equal(reduce_depth(other["depth_upscale"], from_bits=8, to_bits=3), other["baseline"])
 
 
 def test_high_bits_are_kept_from_any_depth_of_the_chain(chain):
