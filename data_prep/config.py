@@ -15,7 +15,7 @@ SOURCES = ("auto", *LAYOUTS)
 CROPS = ("center", "squash", "random", "tiles")
 PROFILES = {"tf": ("fast", "truncate"), "accurate": ("accurate", "nearest")}  # DCT, rounding
 SPLITS = ("train", "valid", "test")
-SPLIT_RULES = ("auto", "by_photo", "glow", "celeba_partition", "file")
+SPLIT_RULES = ("auto", "by_photo", "glow", "glow_records", "celeba_partition", "file")
 
 
 def _not_semantic(default: Any) -> Any:

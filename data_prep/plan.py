@@ -5,7 +5,9 @@ and test:
 
     auto              the source's own splits where it has any (ImageNet: its validation images are `test`)
     by_photo          drawn from all images, whatever the source says
-    glow              CelebA-HQ as in Glow: the first 3,000 images, by number, are `test`
+    glow              CelebA-HQ as in Glow, whose 3,000 `test` images are the first of Karras's shuffled records: files
+                      are named by the number in CelebA-HQ (idx); records and rows are in their order
+    glow_records      the same where the files' numbers are those of the records
     celeba_partition  CelebA-HQ by CelebA's own partition: needs list_eval_partition.txt and the mapping to CelebA
     file              lines "key split" in split_file, one for each image
 
@@ -38,7 +40,8 @@ from data_prep.sources.base import (
     split_files,
 )
 
-NUM_GLOW_TEST = 3_000
+NUM_GLOW_TEST, NUM_CELEBAHQ = 3_000, 30_000
+GLOW = ("glow", "glow_records")
 
 _BYTE_DECIDING_LIBRARIES = ("numpy", "pillow", "pyarrow", "simplejpeg")
 
@@ -215,8 +218,8 @@ def split_items(config: DataConfig, root: str, items: list[Item]) -> dict[str, l
     """Split -> items in the order given, disjoint. Raises Unplannable, UnusableSource."""
     if config.split in ("auto", "by_photo"):
         split_of = {item.key: (config.split == "auto" and item.split) or "train" for item in items}
-    elif config.split == "glow":
-        split_of = _glow(items)
+    elif config.split in GLOW:
+        split_of = _glow(config, items)
     elif config.split == "celeba_partition":
         split_of = _celeba_partition(config, root, items)
     else:
@@ -245,6 +248,9 @@ def describe_splits(config: DataConfig, source: Source) -> str:
     """Where the splits come from, for people."""
     has = {item.split for item in source.items}
     given = [split for split in ("valid", "test") if split in has]
+    if config.split in GLOW:
+        kind = "of the records" if _in_record_order(config, source.items) else "in CelebA-HQ (idx)"
+        return f"by split={config.split}: " + ("the source's own" if given else f"an image's number is that {kind}")
     if config.split != "auto":
         return f"by split={config.split}" + (", not the source's own" if given else "")
     if not given:
@@ -267,12 +273,30 @@ def _number(item: Item) -> int:
     return int(match[1])
 
 
-def _glow(items: list[Item]) -> dict[str, str]:
+def _in_record_order(config: DataConfig, items: Sequence[Item]) -> bool:
+    return config.split == "glow_records" or any(item.layout != ENCODED or item.block is not None for item in items)
+
+
+def _glow(config: DataConfig, items: list[Item]) -> dict[str, str]:
+    own = {item.key: item.split or "train" for item in items}
+    if "test" in own.values() or "valid" in own.values():
+        return own  # Glow's TFRecords
     if len(items) <= NUM_GLOW_TEST:
-        raise Unplannable(f"split is 'glow'; it takes {NUM_GLOW_TEST} images for test, the source has {len(items)}")
-    # Rows of Parquet files are in order within a file; files have numbers of their own.
-    ranked = sorted(items, key=lambda item: (0 if item.block is not None else _number(item), item.key))
-    return {item.key: "test" if i < NUM_GLOW_TEST else "train" for i, item in enumerate(ranked)}
+        raise Unplannable(
+            f"split is {config.split!r}; it takes {NUM_GLOW_TEST} images for test, the source has {len(items)}"
+        )
+    if _in_record_order(config, items):
+        # Rows of Parquet files are in order within a file; files have numbers of their own.
+        ranked = sorted(items, key=lambda item: (0 if item.block is not None else _number(item), item.key))
+        return {item.key: "test" if i < NUM_GLOW_TEST else "train" for i, item in enumerate(ranked)}
+    records = np.arange(NUM_CELEBAHQ)
+    np.random.RandomState(123).shuffle(records)  # as dataset_tool.py of Karras et al. does; NumPy keeps it as it is
+    test = set(records[:NUM_GLOW_TEST].tolist())
+    last = max(items, key=_number)
+    if _number(last) >= NUM_CELEBAHQ:
+        what = f"{last.key} is none of CelebA-HQ's numbers, 0 to {NUM_CELEBAHQ - 1}"
+        raise Unplannable(f"split is 'glow'; {what}: split=glow_records takes the first {NUM_GLOW_TEST} by number")
+    return {item.key: "test" if _number(item) in test else "train" for item in items}
 
 
 def _celeba_partition(config: DataConfig, root: str, items: list[Item]) -> dict[str, str]:

@@ -9,6 +9,7 @@ import io
 import pathlib
 import struct
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from PIL import Image
 from data_prep import images, plan, sources
 from data_prep.config import DataConfig
 from data_prep.sources import celebahq
-from data_prep.sources.base import UnusableSource
+from data_prep.sources.base import HWC, UnusableSource
 
 
 def config(root: pathlib.Path, **changes: object) -> DataConfig:
@@ -57,7 +58,7 @@ def test_numbered_files_are_split_by_number(
     for i, (suffix, data) in enumerate(faces):
         (tmp_path / "raw" / folder / f"{i + 8}{suffix}").write_bytes(data)  # 8, 9, 10: not in the order of their names
     source = "celebahq" if folder == "." else "auto"  # a folder of numbers alone may be anything
-    found = rendered(config(tmp_path / "raw", num_valid_photos=1, source=source))
+    found = rendered(config(tmp_path / "raw", num_valid_photos=1, source=source, split="glow_records"))
     assert {split: len(part) for split, part in found.items()} == {"train": 3, "valid": 1, "test": 2}
     assert {key.partition(".")[0] for key in found["test"]} == {"8", "9"}
     for part in found.values():
@@ -66,11 +67,25 @@ def test_numbered_files_are_split_by_number(
             assert np.array_equal(px, images.resize_squares(whole, [32], profile="tf")[32])
 
 
-def test_glow_counts_three_thousand_by_number():
-    items = [sources.Item(f"{i:05d}.jpg", f"{i:05d}.jpg", 1) for i in range(30_000)]
-    by_split = plan.split_items(config(pathlib.Path("x")), "x", items)
-    assert {split: len(found) for split, found in by_split.items()} == {"train": 27_000, "valid": 0, "test": 3_000}
-    assert by_split["test"][-1].key == "02999.jpg"
+def test_glow_takes_its_three_thousand_by_the_number_in_celebahq_or_in_the_records():
+    """The first records are CelebA-HQ's images 25665 and 16464; 294 of Glow's test images have a number below 3,000."""
+
+    def split(rule: str, **more: object) -> tuple[set[int], str]:
+        found = [sources.Item(f"{i:05d}.jpg", f"{i:05d}.jpg", 1, **more) for i in range(30_000)]
+        settings = config(pathlib.Path("x"), split=rule)
+        by_split = plan.split_items(settings, "x", found)
+        assert {split: len(part) for split, part in by_split.items()} == {"train": 27_000, "valid": 0, "test": 3_000}
+        source = SimpleNamespace(items=found)
+        return {int(item.key[:5]) for item in by_split["test"]}, plan.describe_splits(settings, source)
+
+    test, said = split("glow")
+    assert {25665, 16464} <= test and len(test & set(range(3_000))) == 294
+    assert said == "by split=glow: an image's number is that in CelebA-HQ (idx)"
+    for rule, more in (("glow_records", {}), ("glow", {"layout": HWC})):
+        assert split(rule, **more) == (set(range(3_000)), f"by split={rule}: an image's number is that of the records")
+    from_one = [sources.Item(f"{i}.jpg", f"{i}.jpg", 1) for i in range(1, 30_001)]
+    with pytest.raises(ValueError, match="30000.jpg is none of CelebA-HQ's numbers, 0 to 29999: split=glow_records"):
+        plan.split_items(config(pathlib.Path("x")), "x", from_one)
 
 
 def test_the_same_number_twice_is_a_duplicate(tmp_path: pathlib.Path, faces: list):
@@ -156,7 +171,7 @@ def glow_records(tmp_path: pathlib.Path) -> tuple[pathlib.Path, np.ndarray]:
 
 def test_records_are_read_without_tensorflow(glow_records: tuple, rendered: Callable):
     root, pixels = glow_records
-    found = rendered(config(root, split="auto", num_valid_photos=1))
+    found = rendered(config(root, num_valid_photos=1))
     assert {split: len(part) for split, part in found.items()} == {"train": 3, "valid": 1, "test": 3}
     assert set(found["test"]) == {f"test/{i:06d}" for i in range(3)}
     for part in found.values():
