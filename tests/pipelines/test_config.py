@@ -416,6 +416,24 @@ def test_an_override_without_effect_is_said(overrides: tuple[str, ...], effectiv
     assert {only for only in ALL if key in said(*overrides, only=only)} == set(ALL) - set(effective)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "note"),
+    [
+        (("stages=[baseline]", "bits=[8]", "scaling_factor=1"), "8 slices of 16x16 has 4 times the pixels of debug's"),
+        (("scaling_factor=4",), "8 slices of 4x4 has 0.25 times the pixels of debug's; train.batch_size=32 keeps them"),
+        (("scaling_factor=4", "train.batch_size=32"), ""),
+        (("train.batch_size=32",), ""),
+    ],
+)
+def test_a_batch_of_other_slices_keeps_the_pixels_or_that_is_said(
+    overrides: tuple[str, ...], note: str, cached_load: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = argparse.Namespace(config="debug", overrides=overrides, command="it")
+    cli.print_notes(loaded_once("debug", overrides), arguments, reads=cli.what_runs)
+    err = capsys.readouterr().err
+    assert note in err and bool(err) == bool(note)
+
+
 def test_notes_on_several_overrides_and_on_the_machine_of_a_cluster(
     said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
