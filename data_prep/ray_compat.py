@@ -119,7 +119,7 @@ def keep_intact_checkpoints(run: Store, *, score: str) -> tuple[int, list[str]]:
         if metrics and not problems:
             results.append({"checkpoint_dir_name": name, "metrics": metrics})
             continue
-        if record is None or name in committed:  # else its writer was killed
+        if sealed or record is None or name in committed:  # else its writer was killed before the list of its files
             aside = f"damaged-{name}"
             lines.append(f"{name} is damaged ({(problems or ['it has no checksums'])[0]}) and set aside as {aside}")
             run.delete(aside)

@@ -56,9 +56,10 @@ def slice_nats(
     assert not model.training, "dropout would make the likelihood of another network than the one at hand"
     values = image_to_slices(image, model.config.scaling_factor)
     given = None if given is None else image_to_slices(given, model.config.scaling_factor)
+    forward = model if forward is None else forward  # not `or`: a compiled network has no truth value
     found = []
     for number in slices:
-        logits = (forward or model)(values, torch.full((len(image),), number, device=image.device), given)
+        logits = forward(values, torch.full((len(image),), number, device=image.device), given)
         channels = [nll_nats(logits[:, c : c + 1], values[:, number, c : c + 1]).double() for c in range(3)]
         found.append(torch.stack(channels, 1))
     return torch.stack(found, 1)

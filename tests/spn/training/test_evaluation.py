@@ -143,8 +143,9 @@ def test_slices_add_up(tiny_spn, random_values):
     image = random_values(4, 3, 2, 3, 4, 4)
     alone = sum(image_nats(model, image, None, slices=[number]) for number in range(4))
     torch.testing.assert_close(image_nats(model, image, None, slices=range(4)), alone)
-    parts = slice_nats(model, image, None, slices=range(4))
-    torch.testing.assert_close(parts.sum((1, 2)), alone)
+    for forward in (None, torch.compile(model, backend="eager")):
+        parts = slice_nats(model, image, None, slices=range(4), forward=forward)
+        torch.testing.assert_close(parts.sum((1, 2)), alone)
     assert parts.shape == (len(image), 4, 3) and (parts > 0).all()
     assert image_nats(model, image, None, slices=range(4)).requires_grad is False
 
