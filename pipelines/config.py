@@ -102,7 +102,7 @@ class SampleConfig:
 class NodeResources:
     """What a node may take, and how often it is retried."""
 
-    num_workers: int = 1  # Ray Train workers of a train node, which share each batch; workers that draw samples
+    num_workers: int = 1  # Ray Train workers of a train node, which share each batch; workers that draw or score
     cpus_per_worker: float = 1.0  # per_node, nodes without workers: CPUs of the node (prepare_data: of each shard)
     use_gpu: bool = False
     gpus_per_worker: float = 1.0  # only with use_gpu
@@ -358,12 +358,13 @@ def node_names(stages: Sequence[str]) -> list[str]:
 
 def settable_resources(node: str) -> dict[str, str]:
     """{key that `resources.per_node.<node>` may have: ""; any other key: why it has no effect}."""
-    trains, draws = node.startswith("train_"), node == "sample"
+    trains = node.startswith("train_")
+    has_workers = trains or node in ("evaluate", "sample")
     return {
-        "num_workers": "" if trains or draws else "has no workers",
+        "num_workers": "" if has_workers else "has no workers",
         "cpus_per_worker": "",
-        "use_gpu": "" if trains or draws or node == "evaluate" else "uses no GPU",
-        "gpus_per_worker": "" if trains or draws or node == "evaluate" else "uses no GPU",
+        "use_gpu": "" if has_workers else "uses no GPU",
+        "gpus_per_worker": "" if has_workers else "uses no GPU",
         "num_to_keep": "" if trains else "keeps no checkpoints",
         "max_failures": "",
         "retry_wait_sec": "",

@@ -163,7 +163,7 @@ class TrainConfig:
     polyak_warmup: bool = False  # min(polyak_decay, (1 + n) / (10 + n)) at step n
     slices: str = "all"  # first_slice stage: train on slice (0, 0) only ("first") or on all meta-positions
     horizontal_flip: bool = False
-    precision: str = "float32"  # bfloat16: matrix products only; weights, softmax and loss stay float32
+    precision: str = "float32"  # bfloat16: products, streams, logits; weights, softmax and loss stay float32
     compile: bool = execution(False)  # torch.compile: about a minute at the start, much faster steps on a GPU
     compile_mode: str = execution("default")  # tuned, max_autotune: the compiler tries out more, for minutes
     recompute_activations: bool = execution(False)  # a third more work, a fraction of the memory

@@ -303,7 +303,7 @@ def test_resources_of_one_node_are_its_own_and_no_part_of_what_it_computes() -> 
     }
     cost = {name: node.total_cost for name, node in changed.items()}
     assert cost["train_first_slice"] == {"CPU": 0.75} and cost["train_size_upscale"] == {"CPU": 6.25}
-    assert cost["evaluate"] == {"CPU": 1, "GPU": 1} and cost["sample"] == {"CPU": 12}
+    assert cost["evaluate"] == {"CPU": 0.5, "GPU": 1} and cost["sample"] == {"CPU": 12}
     assert [changed[name].max_failures for name in ("prepare_data", "train_size_upscale")] == [9, 3]
     own = config.resources.per_node
     assert own["evaluate"].device == "cuda"
@@ -364,7 +364,7 @@ EFFECTIVE = {  # override -> commands on which it has an effect
     ("storage=/tmp/elsewhere",): ALL,
     ("seed=0",): ALL,  # repeats what is set
     ("resources.per_node.evaluate.max_failures=1",): ("", "evaluate"),
-    ("resources.num_workers=2",): ("", "train_size_upscale", "sample"),
+    ("resources.num_workers=2",): ("", "train_size_upscale", "evaluate", "sample"),
     ("resources.num_to_keep=3",): ("", "train_size_upscale"),
     ("resources.use_gpu=true",): ("", "train_size_upscale", "evaluate", "sample"),
     ("per_stage.first_slice.train.num_steps=3",): ("", "evaluate", "sample"),
@@ -476,9 +476,9 @@ MISTAKES = {
         "resources.per_node.evaluate.num_worker=2",
     ): "unknown key resources.per_node.evaluate.num_worker; nearest: resources.per_node.evaluate.num_workers",
     (
-        "resources.per_node.evaluate.num_workers=2",
-    ): "resources.per_node.evaluate.num_workers has no effect: evaluate has no workers; valid: cpus_per_worker, "
-    "use_gpu, gpus_per_worker, max_failures, retry_wait_sec",
+        "resources.per_node.report.num_workers=2",
+    ): "resources.per_node.report.num_workers has no effect: report has no workers; valid: cpus_per_worker, "
+    "max_failures, retry_wait_sec",
     (
         "resources.per_node.sample.num_to_keep=2",
     ): "resources.per_node.sample.num_to_keep has no effect: sample keeps no checkpoints; valid: num_workers, "
