@@ -226,7 +226,6 @@ class RunHandle:
     uri: str = ""
     run_id: str | None = None
     experiment_id: str | None = None
-    node: str = ""
     login: Mapping[str, str] = field(default_factory=dict, compare=False)  # environment variables
 
     def __repr__(self) -> str:
@@ -334,12 +333,8 @@ class NodeRun:
 
     def close(self) -> None:
         """Waits until MLflow's queue has sent the metrics, CLOSE_SEC at most."""
-        if self._sent or self._monitor is not None:
-            waiting = threading.Thread(target=self._finish, daemon=True)
-            waiting.start()
-            waiting.join(CLOSE_SEC)
-            if waiting.is_alive():
-                _server(self.handle.uri).failed(f"no answer for {CLOSE_SEC:g} s", pause=True)
+        if (self._sent or self._monitor is not None) and not _done_within(CLOSE_SEC, self._finish):
+            _server(self.handle.uri).failed(f"no answer for {CLOSE_SEC:g} s", pause=True)
 
     def _finish(self) -> None:
         while self._sent:
@@ -411,29 +406,29 @@ class Ledger:
         self._ids.setdefault(node, continue_id)
         self._open(node, tags, params)
         login = {name: os.environ[name] for name in LOGIN if name in os.environ} if _is_server(self.uri) else {}
-        return RunHandle(self.uri, self._ids[node], self.experiment_id, node, login)
+        return RunHandle(self.uri, self._ids[node], self.experiment_id, login)
 
     def reuse_node(self, node: str, *, tags: Mapping[str, str], reused_run: str | None) -> RunHandle:
         """Child run of a skipped node: no numbers, only a pointer to the run that made its output."""
         note = f"Up to date; made by run {reused_run}" if reused_run else "Up to date"
         more = {"reused_run": reused_run or "unknown", "mlflow.note.content": note}
         handle = self.start_node(node, tags={**tags, **more}, params={})
-        self.finish(handle, "FINISHED")
+        self.finish(node, "FINISHED")
         return handle
 
     def finish(
         self,
-        handle: Any,
+        node: str,
         status: str,
         *,
         metrics: Mapping[str, float] | None = None,
         history: Sequence[Mapping[str, float]] = (),
     ) -> str | None:
-        """Ends the node's run, with what it lacks of the results and of the recorded history (`NodeRun.log_history`).
+        """Ends the node's run, if this launch opened one, with what it lacks of the results and of the recorded history (`NodeRun.log_history`).
 
         status: FINISHED, FAILED or KILLED, which is sent by `close`. Returns the run's id if MLflow has it.
         """
-        node, now, results = handle.node, _now_ms(), dict(metrics or {})
+        now, results = _now_ms(), dict(metrics or {})
         if node not in self._ids:
             return None
         if history:
@@ -452,16 +447,8 @@ class Ledger:
 
         KILLED: waits KILLED_SEC at most; runs that are open after that, the next launch closes (`reconcile`).
         """
-        now = _now_ms()
-
-        def send() -> None:
-            self._send(functools.partial(self._end, _PARENT, status, now), even_if_paused=True)
-
-        if status != "KILLED":
-            return send()
-        sending = threading.Thread(target=send, daemon=True)
-        sending.start()
-        sending.join(KILLED_SEC)
+        end = functools.partial(self._end, _PARENT, status, _now_ms())
+        _done_within(KILLED_SEC if status == "KILLED" else None, lambda: self._send(end, even_if_paused=True))
 
     def _end(self, name: str, status: str, now_ms: int, client: MlflowClient) -> None:
         client.set_terminated(self._ids[name], status, now_ms)
@@ -525,6 +512,14 @@ class Ledger:
                 client.restore_experiment(found.experiment_id)
             self.experiment_id = found.experiment_id
         self._calls[0](client)
+
+
+def _done_within(seconds: float | None, work: Callable[[], None]) -> bool:
+    """Whether it ended in time, None: always; otherwise a thread goes on with it that ends with this process."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _add_missing(client: MlflowClient, run_id: str | None, history: Iterable[Mapping[str, float]]) -> None:

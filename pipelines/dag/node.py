@@ -113,7 +113,7 @@ class Tracker(Protocol):
 
     def finish(
         self,
-        handle: Any,
+        node: str,
         status: str,
         *,
         metrics: Mapping[str, float] | None = None,

@@ -21,7 +21,7 @@ from data_prep.files import UserError
 from data_prep.lock import Lock
 from pipelines.dag import attempts, fingerprint
 from pipelines.dag.attempts import Success
-from pipelines.dag.node import KEEP, NodeContext, RunHandle, Tracker
+from pipelines.dag.node import KEEP, NodeContext, Tracker
 from pipelines.dag.plan import NOT_SELECTED, RUN, SKIP, Decision, Plan, decide
 from pipelines.dag.progress import Display, Hub, clock
 from pipelines.dag.task import Outcome, Task, adopt, execute, failed, one_line
@@ -106,7 +106,6 @@ class _Try:
     """One try of a node: it runs, or waits to be retried."""
 
     decision: Decision
-    handle: RunHandle
     attempt: str
     since: float  # time.monotonic() of its start; of a retry: when it is due
     faults: int = 0  # of the infrastructure, in this launch, before it
@@ -125,7 +124,6 @@ class _Engine:
     running: dict[Any, _Try] = field(default_factory=dict)  # by Ray's reference
     retries: dict[str, _Try] = field(default_factory=dict)
     decided: dict[str, Decision] = field(default_factory=dict)  # once what they read is known
-    handles: dict[str, RunHandle] = field(default_factory=dict)
     reports: dict[str, NodeReport] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -170,10 +168,9 @@ class _Engine:
                 with contextlib.suppress(Exception):
                     self.ray.cancel(reference, force=True)
         for running in self.running.values():
-            self.tracker.finish(running.handle, "KILLED")
             self.display.line(f"[{running.decision.node.name}] stopped; attempt {running.attempt} is unfinished")
-        for retry in self.retries.values():
-            self.tracker.finish(retry.handle, "KILLED")
+        for name in self._active() | self.retries.keys():
+            self.tracker.finish(name, "KILLED")
 
     def _active(self) -> set[str]:
         return {running.decision.node.name for running in self.running.values()}
@@ -221,8 +218,7 @@ class _Engine:
 
     def _fail(self, name: str, error: Exception) -> None:
         """A node that could not be started."""
-        if name in self.handles:
-            self.tracker.finish(self.handles[name], "FAILED")
+        self.tracker.finish(name, "FAILED")
         self.retries.pop(name, None)
         self.reports[name] = NodeReport(FAILED, error=one_line(error), is_user_error=isinstance(error, UserError))
         self.display.line(f"[{name}] FAILED: {one_line(error)}")
@@ -230,12 +226,11 @@ class _Engine:
     def _has_room(self, decision: Decision) -> bool:
         if self.capacity is None:
             return True
-        taken: dict[str, float] = {}
-        for running in self.running.values():
-            for name, amount in running.decision.node.total_cost.items():
-                taken[name] = taken.get(name, 0) + amount
-        cost = decision.node.total_cost.items()
-        return all(taken.get(name, 0) + amount <= self.capacity.get(name, 0) + 1e-9 for name, amount in cost)
+        taken = [running.decision.node.total_cost for running in self.running.values()]
+        return all(
+            amount + sum(cost.get(name, 0) for cost in taken) <= self.capacity.get(name, 0) + 1e-9
+            for name, amount in decision.node.total_cost.items()
+        )
 
     def _submit(self, decision: Decision, *, faults: int = 0) -> None:
         node, store = decision.node, self.plan.store
@@ -248,7 +243,7 @@ class _Engine:
             with contextlib.suppress(FileNotFoundError, ValueError):
                 before = json.loads(store.read_bytes(posixpath.join(followed, attempts.STARTED)))
         starts, now = before.get("starts", []), attempts.utc_now()
-        handle = self.handles[node.name] = self.tracker.start_node(
+        handle = self.tracker.start_node(
             node.name,
             tags=self._tags(decision, attempt),
             params=node.config,
@@ -280,7 +275,7 @@ class _Engine:
         # The next node may use the process, whose imports take seconds. After a GPU's node Ray ends it: memory is free.
         remote = self.ray.remote(max_retries=0, num_cpus=node.num_cpus, num_gpus=node.num_gpus)(execute)
         reference = remote.options(name=f"node:{node.name}").remote(task)
-        self.running[reference] = _Try(decision, handle, attempt, time.monotonic(), faults)
+        self.running[reference] = _Try(decision, attempt, time.monotonic(), faults)
         self.display.line(f"[{node.name}] starts: {decision.reason}")
 
     def _collect(self, reference: Any) -> None:
@@ -294,18 +289,18 @@ class _Engine:
         seconds = time.monotonic() - running.since
         self.display.end(node.name)
         if outcome.success is not None:
-            self._finish(node.name, self._recorded(running.handle, outcome.success), EXECUTED)
+            self._finish(node.name, self._recorded(outcome.success), EXECUTED)
             self.display.line(f"[{node.name}] done in {clock(seconds)}")
         elif outcome.is_fault and running.faults < node.max_failures:
             self._retry_later(running, outcome.error)
         else:
-            self.tracker.finish(running.handle, "FAILED")
+            self.tracker.finish(node.name, "FAILED")
             report = NodeReport(FAILED, store.uri_of(folder), None, outcome.error, outcome.is_user_error)
             self.reports[node.name] = report
             self.display.line(f"[{node.name}] FAILED after {clock(seconds)}: {outcome.error}")
             self.display.line(f"[{node.name}] see {store.uri_of(posixpath.join(folder, attempts.ERROR))}")
 
-    def _recorded(self, handle: RunHandle, success: Success) -> Success:
+    def _recorded(self, success: Success) -> Success:
         """Ends the tracked run. Returns the success with its id, which the task did not know if the tracking server
         could not open the run at the node's start."""
         history = []
@@ -313,7 +308,7 @@ class _Engine:
             with contextlib.suppress(OSError, ValueError):  # storage may be down; the work is done all the same
                 file = posixpath.join(success.folder, success.named["history"])
                 history = json.loads(self.plan.store.read_bytes(file))
-        run_id = self.tracker.finish(handle, "FINISHED", metrics=success.metrics, history=history)
+        run_id = self.tracker.finish(success.node, "FINISHED", metrics=success.metrics, history=history)
         return replace(success, mlflow_run_id=success.mlflow_run_id or run_id)
 
     def _retry_later(self, running: _Try, error: str) -> None:

@@ -97,7 +97,7 @@ def test_versions_and_aliases_of_three_trainings(
         with handle.open() as run:
             run.register_model(model)
             run.register_model(model)  # scored again: no second version
-        ledger.finish(handle, "FINISHED")
+        ledger.finish("train_size_upscale", "FINISHED")
         return handle.run_id
 
     first = register(FIRST)
@@ -169,7 +169,7 @@ def test_a_registration_that_broke_off_anywhere_is_finished_by_the_next(ledger: 
     assert 5 < calls < 19, "every call was one that broke off"
     assert len(client.search_model_versions("name = 'demo.broken'")) == 1
     assert holders(ledger, "broken") == {CANDIDATE: "1", CHAMPION: "1"}
-    ledger.finish(handle, "FINISHED")
+    ledger.finish("train_broken", "FINISHED")
 
 
 def test_without_mlflow_nothing_is_registered() -> None:

@@ -107,7 +107,7 @@ def test_a_node_run_holds_what_was_logged(place: Path) -> None:
         run.log_image(np.zeros((4, 4, 3), np.uint8), key="samples", step=20)
         run.log_text("text", "notes/text.txt")
         run.set_tags({"more": "tag"})
-    assert ledger.finish(handle, "FINISHED", metrics={"valid/bits_per_dim": 9.9, "images_seen": 100.0}) == handle.run_id
+    assert ledger.finish("train_a", "FINISHED", metrics={"valid/bits_per_dim": 9.9, "images_seen": 100.0}) == handle.run_id
     ledger.close("FINISHED")
     found = client(ledger).get_run(handle.run_id)
     assert found.info.run_name == "train_a" and found.info.status == "FINISHED"
@@ -131,7 +131,7 @@ def test_a_history_adds_only_the_points_that_are_missing(place: Path) -> None:
     with handle.open() as run:
         run.log_metrics({"loss": 1.0, "lr": 0.1}, step=1, time_ms=1001)
         run.log_history(recorded)  # as a worker that resumes does
-    ledger.finish(handle, "FINISHED", history=recorded)
+    ledger.finish("train_a", "FINISHED", history=recorded)
     ledger.close("FINISHED")
     assert history(ledger, handle.run_id, "loss") == [(p["step"], p["loss"]) for p in recorded]
 
@@ -246,7 +246,7 @@ def test_runs_of_a_killed_driver_are_closed_and_the_unfinished_one_continues(pla
     assert retried.run_id == again.run_id == handle.run_id
     found = client(ledger).get_run(handle.run_id)
     assert found.info.status == "RUNNING" and found.data.tags[PARENT_TAG] == ledger.parent_id
-    ledger.finish(again, "FINISHED")
+    ledger.finish("train_a", "FINISHED")
     assert history(ledger, again.run_id, "x") == [(1, 1.0), (2, 2.0)]
     for left in (ledger, neighbour):
         left.close("FINISHED")
@@ -267,7 +267,7 @@ def test_without_mlflow_nothing_is_recorded_and_nothing_fails() -> None:
     with handle.open() as run, handle.at("r7").open() as other:
         for each in (run, other):
             log_everything(each)
-    assert ledger.finish(handle, "FINISHED", metrics={"a": 1.0}, history=points(1)) is None
+    assert ledger.finish("a", "FINISHED", metrics={"a": 1.0}, history=points(1)) is None
     ledger.close("FINISHED")
     assert ledger.reconcile() == []
 
@@ -311,7 +311,7 @@ def test_a_server_that_never_answers_is_one_warning_and_holds_up_nothing(
     with node.open() as silent, handle.open() as run:
         log_everything(silent)
         log_everything(run)
-    assert ledger.finish(node, "FINISHED", metrics={"a": 1.0}, history=points(1)) is None
+    assert ledger.finish("a", "FINISHED", metrics={"a": 1.0}, history=points(1)) is None
     ledger.close("FINISHED")
     assert time.monotonic() - start < 15
     (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -325,7 +325,7 @@ def test_a_stopped_launch_waits_for_no_server(monkeypatch: pytest.MonkeyPatch) -
     ledger = Ledger("http://hangs", experiment="demo", run_folder="x")
     ledger._ids["a"] = "run-a"
     start = time.monotonic()
-    ledger.finish(RunHandle("http://hangs", "run-a", "1", "a"), "KILLED")
+    ledger.finish("a", "KILLED")
     ledger.close("KILLED")
     assert time.monotonic() - start < 2
     hangs.set()
@@ -352,12 +352,12 @@ def test_a_server_that_is_away_at_the_start_has_everything_in_the_end(
     ledger.reuse_node("c", tags={}, reused_run="run7")
     with handles["a"].open() as run:
         run.log_metrics({"loss": 1.0}, step=1)
-    assert ledger.finish(handles["a"], "FINISHED", metrics={"valid": 3.0, "loss": 9.0}, history=points(1, 2)) is None
+    assert ledger.finish("a", "FINISHED", metrics={"valid": 3.0, "loss": 9.0}, history=points(1, 2)) is None
     after = int(time.time() * 1000)
     away = False
     handles["b"] = ledger.start_node("b", tags={"stage": "b"}, params={"x": 1})
     assert handles["b"].run_id is None, "a server that has failed is left alone for a while"
-    ledger.finish(handles["b"], "FAILED")
+    ledger.finish("b", "FAILED")
     ledger.close("FAILED")
     runs = client(ledger).search_runs([ledger.experiment_id], "tags.run_folder = '/runs/late'")
     found = {run.info.run_name: run for run in runs if run.info.run_id != left_open.parent_id}
@@ -396,7 +396,7 @@ def test_a_database_that_cannot_be_used_is_one_warning_and_mlflow_is_not_asked(
         node = ledger.start_node("a", tags={}, params={})
         with RunHandle(ledger.uri, "run", "1").open() as run:
             log_everything(run)
-        ledger.finish(node, "FINISHED", metrics={"a": 1.0})
+        ledger.finish("a", "FINISHED", metrics={"a": 1.0})
         ledger.close("FINISHED")
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert str(file) in warning and ("database is locked" if harm == "locked" else "not a database") in warning

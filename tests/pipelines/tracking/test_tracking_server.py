@@ -122,7 +122,7 @@ def test_a_server_that_is_dead_at_the_start_and_in_the_middle_has_every_point_in
                     server.kill()
         if node == "b":
             server.start()
-        ledger.finish(handle, "FINISHED", metrics={"valid": 3.0}, history=recorded)
+        ledger.finish(node, "FINISHED", metrics={"valid": 3.0}, history=recorded)
         return recorded
 
     assert server.process is None
@@ -179,7 +179,7 @@ def test_everything_is_recorded_behind_a_login(
         run.log_image(np.zeros((4, 4, 3), np.uint8), key="samples", step=3)
         run.register_model(model)
         run.register_model(dataclasses.replace(model, attempt="2", checkpoint="s3://bucket/step-4", **better))
-    ledger.finish(handle, "FINISHED")
+    ledger.finish("train_a", "FINISHED")
     ledger.close("FINISHED")
 
     client = tracking.make_client(ledger.uri)
@@ -204,7 +204,7 @@ def test_a_wrong_password_is_one_warning_without_it(
     with caplog.at_level(logging.WARNING):
         ledger = opened(door.replace("://", f"://{USER}:wrong{PASSWORD}@"), tmp_path, "wrong")
         handle = ledger.start_node("a", tags={}, params={})
-        ledger.finish(handle, "FINISHED", metrics={"a": 1.0})
+        ledger.finish("a", "FINISHED", metrics={"a": 1.0})
         ledger.close("FINISHED")
     assert handle.run_id is None
     ours = [record.getMessage() for record in caplog.records if record.name == "pipelines.tracking"]

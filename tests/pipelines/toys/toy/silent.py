@@ -10,9 +10,6 @@ from typing import Any
 class SilentRun:
     run_id = None
 
-    def __init__(self, node: str = "") -> None:
-        self.node = node
-
     @contextmanager
     def open(self) -> Iterator[SilentRun]:
         yield self
@@ -31,10 +28,9 @@ class SilentTracker:
         self.ended: dict[str, list[str]] = {}
 
     def start_node(self, node: str, **_: Any) -> SilentRun:
-        return SilentRun(node)
+        return SilentRun()
 
-    def reuse_node(self, node: str, **_: Any) -> SilentRun:
-        return SilentRun(node)
+    reuse_node = start_node
 
-    def finish(self, handle: SilentRun, status: str, **_: Any) -> None:
-        self.ended.setdefault(handle.node, []).append(status)
+    def finish(self, node: str, status: str, **_: Any) -> None:
+        self.ended.setdefault(node, []).append(status)
