@@ -18,9 +18,10 @@ from typing import Any, NoReturn
 
 from data_prep.files import FULL_DISK, UserError, printable
 from pipelines import cluster, inspection, pipeline
-from pipelines.config import ExperimentConfig, UserImages, nearest, stage_names, train_node
+from pipelines.config import ExperimentConfig, UserImages, stage_names, train_node
 from pipelines.dag.fingerprint import canonical
 from pipelines.dag.masking import masked_output
+from pipelines.dag.plan import nearest
 from pipelines.loading import key_of, load, preset_names
 from pipelines.start import check_photos, run_folder, start
 
@@ -125,7 +126,10 @@ def _main(arguments: argparse.Namespace, only: tuple[str, ...]) -> int:
     config = _load(arguments)
     images = _user_images(config, only)
     if "stage" in given:
-        only = (train_node(_known_stage(config, arguments.stage)),)
+        if arguments.stage not in (names := stage_names(config)):
+            hint = nearest(arguments.stage, names)
+            raise UserError(f"--stage {arguments.stage}: config {config.name} has no such stage; {hint}")
+        only = (train_node(arguments.stage),)
     runs = (images.node,) if images is not None else only
     print_notes(config, arguments, reads=lambda config: what_runs(config, only=runs, images=images))
     return start(config, **{"only": only, **chosen}, dry_run=arguments.dry_run, images=images)
@@ -189,16 +193,6 @@ def _names(option: str, values: Sequence[str]) -> tuple[str, ...]:
     if not all(names):
         raise UserError(f"{option} {','.join(values)!r}: it takes node names, e.g. {option} evaluate,sample")
     return tuple(dict.fromkeys(names))
-
-
-def _known_stage(config: ExperimentConfig, stage: str) -> str:
-    names = stage_names(config)
-    if stage not in names:
-        has = f"it has {', '.join(names)}"
-        near = nearest(stage, names)
-        hint = f"{near}; {has}" if near.startswith("nearest") else has
-        raise UserError(f"--stage {stage}: config {config.name} has no such stage; {hint}")
-    return stage
 
 
 # ---- overrides without effect -----------------------------------------------------------------------------------

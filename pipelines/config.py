@@ -6,7 +6,6 @@ Plain frozen dataclasses that check themselves; every package owns those of its 
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import math
 import re
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data_prep.config import DataConfig, at_least, one_of
+from pipelines.dag.plan import nearest
 from spn.config import DECODERS, PRECISIONS, STAGES, DecoderConfig, EmbedderConfig, SPNConfig, TrainConfig
 
 if TYPE_CHECKING:  # an object that can draw: code that makes pictures must not count where networks train
@@ -420,8 +420,3 @@ def broken_rules(config: ExperimentConfig) -> Iterator[str]:
             yield f"train.batch_size is {batch}; {key}, {workers}, must divide it{where}"
     if c.sample.decoder == "fused" and not c.resources.per_node["sample"].use_gpu:
         yield "sample.decoder is 'fused', which needs a GPU; set resources.use_gpu=true, or sample.decoder=auto"
-
-
-def nearest(name: str, valid: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    return f"nearest: {close[0]}" if close else f"valid: {', '.join(valid)}"

@@ -13,7 +13,7 @@ import functools
 import os
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,12 @@ from pipelines.config import (
     StageConfig,
     broken_rules,
     concrete_stages,
-    nearest,
     node_names,
     settable_resources,
     stage_kind,
 )
 from pipelines.dag.fingerprint import canonical
+from pipelines.dag.plan import nearest
 
 PRESETS = ROOT / "pipelines" / "configs"
 
@@ -169,13 +169,13 @@ def _at_fault(message: str, file: DictConfig, layers: Sequence[DictConfig], over
 
 def _build(file: DictConfig, layers: Sequence[DictConfig]) -> ExperimentConfig:
     """Raises _Mistake."""
-    given = typing.cast(DictConfig, OmegaConf.merge({}, *layers))
-    merged = OmegaConf.merge({}, file, *layers)
     try:
+        given = typing.cast(DictConfig, OmegaConf.merge({}, *layers))
+        merged = OmegaConf.merge({}, file, *layers)
         raw: dict[Any, Any] = OmegaConf.to_container(merged, resolve=True)  # type: ignore[assignment]  # a mapping
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, TypeError) as error:
         raise _Mistake(_one_line(error)) from None
-    _check_keys(raw, ExperimentConfig)
+    _check(raw, ExperimentConfig)
     typed = _typed(raw)
     if missing := sorted(OmegaConf.missing_keys(typed)):
         raise _Mistake(f"{missing[0]} is not set")
@@ -185,8 +185,8 @@ def _build(file: DictConfig, layers: Sequence[DictConfig]) -> ExperimentConfig:
     plain = typing.cast(dict[str, Any], OmegaConf.to_container(file))  # an interpolation may wait for an override
     before = concrete_stages(plain.get("stages", []), plain.get("bits", []))
     for section in ("per_stage", "sample.temperature", "sample.top_p"):
-        valid = [*stages, *values["stages"]]
-        _check_names(section, "stage", raw, given, valid, [*before, *map(stage_kind, before)], shown=stages)
+        valid = list(dict.fromkeys([*stages, *map(stage_kind, stages)]))
+        _check_names(section, "stage", raw, given, valid, [*before, *map(stage_kind, before)])
     _check_names("resources.per_node", "node", raw, given, node_names(stages), node_names(before))
     _check_settable(per_node)
     temperature, top_p = values["sample"]["temperature"], values["sample"]["top_p"]
@@ -230,7 +230,8 @@ def _typed(raw: dict[str, Any]) -> DictConfig:
         key = error.full_key or ""
         value = OmegaConf.select(OmegaConf.create(raw), key)
         shown = "null" if value is None else repr(OmegaConf.to_object(value) if OmegaConf.is_config(value) else value)
-        raise _Mistake(f"{key} is {shown}; it must be {_wanted(key)}") from None
+        wanted, *_ = (WANTED[kind] for kind in (*typing.get_args(_kind(key)), _kind(key)) if kind in WANTED)
+        raise _Mistake(f"{key} is {shown}; it must be {wanted}") from None
 
 
 def _overlaid(base: dict[str, Any], named: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
@@ -278,54 +279,39 @@ def _differing(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
 # ---- checks of keys and types -----------------------------------------------------------------------------------
 
 
-def _check_keys(given: Any, cls: type, path: str = "") -> None:
-    """Unknown keys, values where a section belongs, and sections where a value belongs."""
-    types = typing.get_type_hints(cls)
-    if not isinstance(given, dict):
-        raise _Mistake(f"{path} is a section, not a value; set {path}.KEY, with KEY one of {', '.join(types)}")
-    for key, value in given.items():
-        where = _join(path, str(key))
-        if key not in types and "." in str(key):
-            raise _Mistake(f"unknown key {where}; sections of a file are nested: {str(key).replace('.', ': {')}: ...")
-        if key not in types:
-            raise _Mistake(f"unknown key {where}; {_nearest_key(where, list(types))}")
-        if isinstance(value, str) and value.strip() in (
-            "",
-            "???",
-        ):  # an unset variable of the shell, or OmegaConf's mark
-            raise _Mistake(f"{where} is empty; it needs a value, or null where that is allowed")
-        outer, inner = typing.get_origin(types[key]), typing.get_args(types[key])
-        if _is_section(types[key]):
-            _check_keys(value, types[key], where)
-        elif outer is dict:
-            if not isinstance(value, dict):
-                raise _Mistake(f"{where} must be a mapping; set {where}.{'NODE' if key == 'per_node' else 'STAGE'}")
-            for name, entry in value.items() if _is_section(inner[1]) else ():
-                _check_keys(entry, inner[1], _join(where, str(name)))
-        elif outer is list and not isinstance(value, list):
-            raise _Mistake(f"{where} must be a list, e.g. {where}=[...]")
-        elif outer is list and any(isinstance(item, list | dict) for item in value):
-            raise _Mistake(f"{where} must be a flat list")
+def _check(given: Any, kind: Any, path: str = "") -> None:
+    """Unknown keys, and values where a section or a list belongs. OmegaConf checks and converts the rest."""
+    outer, inner = typing.get_origin(kind), typing.get_args(kind)
+    if _is_section(kind) or outer is dict:
+        types = typing.get_type_hints(kind) if _is_section(kind) else {}
+        if not isinstance(given, dict):
+            choice = f", with KEY one of {', '.join(types)}" if types else ""
+            raise _Mistake(f"{path} is a section, not a value; set {path}.KEY{choice}")
+        for key, value in given.items():
+            where = _join(path, str(key))
+            if types and key not in types:
+                nested = f"sections of a file are nested: {str(key).replace('.', ': {')}: ..."
+                raise _Mistake(f"unknown key {where}; {nested if '.' in str(key) else _nearest_key(where, types)}")
+            _check(value, types[key] if types else inner[1], where)
+    elif outer is list:
+        if not isinstance(given, list) or any(isinstance(item, list | dict) for item in given):
+            raise _Mistake(f"{path} must be a flat list, e.g. {path}=[...]")
+    elif isinstance(given, str) and given.strip() in ("", "???"):  # an unset variable of the shell, or OmegaConf's mark
+        raise _Mistake(f"{path} is empty; it needs a value, or null where that is allowed")
 
 
 def _check_names(
-    section: str,
-    what: str,
-    raw: dict[str, Any],
-    given: DictConfig,
-    valid: Sequence[str],
-    before: Sequence[str],
-    shown: Sequence[str] | None = None,
+    section: str, what: str, raw: dict[str, Any], given: DictConfig, valid: Sequence[str], before: Sequence[str]
 ) -> None:
     """Entries per stage or node must be of the config. A file's entries fall away with stages that overrides leave out.
 
-    before: the valid names of the file as it is. shown: those to name in the message.
+    before: the valid names of the file as it is.
     """
     entries = functools.reduce(lambda values, key: values.get(key, {}), section.split("."), raw)
     for name in entries:
         fell_away = name in before and OmegaConf.select(given, f"{section}.{name}") is None
         if name not in valid and not fell_away:
-            raise _Mistake(f"{section}: the config has no {what} {name!r}; {nearest(name, shown or valid)}")
+            raise _Mistake(f"{section}: the config has no {what} {name!r}; {nearest(name, valid)}")
 
 
 def _check_settable(per_node: dict[str, Any]) -> None:
@@ -338,7 +324,7 @@ def _check_settable(per_node: dict[str, Any]) -> None:
                 raise _Mistake(f"{where} has no effect: {node} {settable[key]}; valid: {valid}")
 
 
-def _nearest_key(path: str, here: Sequence[str]) -> str:
+def _nearest_key(path: str, here: Iterable[str]) -> str:
     """A close name in the same section, else that very name in another one, else what the section has.
 
     At the top level that very name in a section comes first: image_size is data.image_size, not images.
@@ -362,13 +348,6 @@ def _all_keys(cls: type, prefix: str = "") -> Iterator[str]:
 
 _TEXT = (str, str | None)
 WANTED = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
-
-
-def _wanted(key: str) -> str:
-    """The type of a key in words."""
-    kind = _kind(key)
-    alternatives = [each for each in typing.get_args(kind) if each is not type(None)]
-    return WANTED[alternatives[0] if alternatives else kind]
 
 
 @functools.cache

@@ -424,7 +424,8 @@ class Ledger:
         metrics: Mapping[str, float] | None = None,
         history: Sequence[Mapping[str, float]] = (),
     ) -> str | None:
-        """Ends the node's run, if this launch opened one, with what it lacks of the results and of the recorded history (`NodeRun.log_history`).
+        """Ends the run of a node, if this launch opened one, with what the run lacks of the results and of the recorded
+        history (`NodeRun.log_history`).
 
         status: FINISHED, FAILED or KILLED, which is sent by `close`. Returns the run's id if MLflow has it.
         """

@@ -256,6 +256,12 @@ def downstream(nodes: Sequence[Node], first: str) -> list[str]:
     return found
 
 
+def nearest(name: str, valid: Sequence[str]) -> str:
+    """What a message about a wrong name says of the valid ones."""
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    return f"nearest: {close[0]}" if close else f"valid: {', '.join(valid)}"
+
+
 def check_names(
     names: Sequence[str],
     *,
@@ -268,9 +274,7 @@ def check_names(
     for option, values in (("--only", only), ("--rerun", rerun), ("--keep", keep), ("--from", start_from)):
         for value in values:
             if value not in names:
-                near = difflib.get_close_matches(value, names, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise UserError(f"{option} {value}: this configuration has no such node ({', '.join(names)}){hint}")
+                raise UserError(f"{option} {value}: this configuration has no such node; {nearest(value, names)}")
     if only and start_from:
         raise UserError(
             f"--from {start_from[0]} runs all nodes downstream, --only leaves nodes out; use --rerun with --only"

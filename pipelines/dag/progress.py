@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import IO, Any
 
 from rich.console import Console
@@ -169,7 +170,7 @@ class _Numbers(ProgressColumn):
 def numbers(task: Task) -> str:
     """E.g. "120/400 steps  31.2 slices/s  0:42 left  valid 1.83"; speed and time left are rich's."""
     update: Update = task.fields["update"]
-    parts = [f"{_count(update.done)}/{_count(update.total)} {update.unit}"]
+    parts = [f"{update.done:_.0f}/{update.total:_.0f} {update.unit}"]
     if task.speed:
         parts.append(f"{_rate(task.speed)} {update.unit}/s")
     if task.time_remaining and not task.finished:
@@ -178,14 +179,8 @@ def numbers(task: Task) -> str:
 
 
 def clock(seconds: float) -> str:
-    """42 -> "0:42", 3700 -> "1:01:40"."""
-    whole = max(0, round(seconds))
-    hours, minutes = whole // 3600, whole // 60 % 60
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}".replace(",", "_") if value == int(value) else f"{value:.1f}"
+    """42 -> "0:00:42"."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def _rate(value: float) -> str:

@@ -487,7 +487,7 @@ MISTAKES = {
         "resources.per_node.report.use_gpu=true",
     ): "resources.per_node.report.use_gpu has no effect: report uses no GPU; valid: cpus_per_worker, max_failures, "
     "retry_wait_sec",
-    ("resources.per_node=3",): "resources.per_node must be a mapping; set resources.per_node.NODE",
+    ("resources.per_node=3",): "resources.per_node is a section, not a value; set resources.per_node.KEY",
     (
         "resources.per_node.report.retry_wait_sec=-1",
     ): "resources.per_node.report.retry_wait_sec is -1.0; it must be at least 0",
@@ -505,15 +505,16 @@ MISTAKES = {
     ("train.horizontal_flip=maybe",): "train.horizontal_flip is 'maybe'; it must be true or false",
     ("train.lr_values=[1e-3,x]",): "train.lr_values[1] is 'x'; it must be a number",
     ("train.num_steps={a: 1}",): "train.num_steps is {'a': 1}; it must be an integer",
-    ("stages=size_upscale",): "stages must be a list, e.g. stages=[...]",
-    ("bits=[3,[8]]",): "bits must be a flat list",
+    ("stages=size_upscale",): "stages must be a flat list, e.g. stages=[...]",
+    ("bits=[3,[8]]",): "bits must be a flat list, e.g. bits=[...]",
     ("resources=3",): "resources is a section, not a value; set resources.KEY, with KEY one of num_workers, "
     "cpus_per_worker, use_gpu, gpus_per_worker, num_to_keep, max_failures, retry_wait_sec, num_cpus, "
     "num_gpus, per_node",
     (
         "per_stage.first_slice=3",
     ): "per_stage.first_slice is a section, not a value; set per_stage.first_slice.KEY, with KEY one of model, train",
-    ("per_stage=3",): "per_stage must be a mapping; set per_stage.STAGE",
+    ("per_stage=3",): "per_stage is a section, not a value; set per_stage.KEY",
+    ("train=[1]",): "Cannot merge incompatible container types",
     ("per_stage.first_slice.train.num_steps=x",): "per_stage.first_slice.train.num_steps is 'x'; it must be an integer",
     # values of one field
     ("model.decoder.num_layers=0",): "model.decoder.num_layers is 0; it must be at least 1",

@@ -107,7 +107,9 @@ def test_a_node_run_holds_what_was_logged(place: Path) -> None:
         run.log_image(np.zeros((4, 4, 3), np.uint8), key="samples", step=20)
         run.log_text("text", "notes/text.txt")
         run.set_tags({"more": "tag"})
-    assert ledger.finish("train_a", "FINISHED", metrics={"valid/bits_per_dim": 9.9, "images_seen": 100.0}) == handle.run_id
+    assert (
+        ledger.finish("train_a", "FINISHED", metrics={"valid/bits_per_dim": 9.9, "images_seen": 100.0}) == handle.run_id
+    )
     ledger.close("FINISHED")
     found = client(ledger).get_run(handle.run_id)
     assert found.info.run_name == "train_a" and found.info.status == "FINISHED"
@@ -393,7 +395,7 @@ def test_a_database_that_cannot_be_used_is_one_warning_and_mlflow_is_not_asked(
         else:
             file.write_bytes(b"no database" * 100)
         ledger = make_ledger(tmp_path)
-        node = ledger.start_node("a", tags={}, params={})
+        ledger.start_node("a", tags={}, params={})
         with RunHandle(ledger.uri, "run", "1").open() as run:
             log_everything(run)
         ledger.finish("a", "FINISHED", metrics={"a": 1.0})
