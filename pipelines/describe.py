@@ -19,7 +19,6 @@ if __name__ == "__main__":  # before the imports below
 from pipelines import cli
 from pipelines.config import ExperimentConfig, stage_model_config, stage_names, train_node
 from pipelines.loading import load
-from spn.config import SPNConfig, TrainConfig
 
 # What GPU-hours rest on: the share of the card's FLOP/s (spn.gpu.flops) that training reaches. Measured on the presets'
 # networks: 0.59 to 0.62, celebahq256's 0.49 (benchmarks/results/train/); validation, checkpoints and waiting for data
@@ -46,7 +45,7 @@ def _main(argv: Sequence[str] | None) -> int:
     parser.add_argument("--json", action="store_true", help="machine-readable")
     arguments = parser.parse_intermixed_args(argv)
     config = load(arguments.config, arguments.overrides)
-    cli.print_notes(config, arguments, reads=_what_is_described)
+    cli.print_notes(config, arguments, reads=describe)
     description = describe(config)
     print(json.dumps(description, indent=2) if arguments.json else as_text(description))
     return 0
@@ -59,15 +58,6 @@ def describe(config: ExperimentConfig) -> dict[str, Any]:
     return {"config": config.name, "stages": stages, "gpu_hours": total}
 
 
-def _what_is_described(config: ExperimentConfig) -> dict[str, tuple[SPNConfig, TrainConfig, int]]:
-    """{stage: its network, its training, the number of workers}."""
-    nodes = config.resources.per_node
-    return {
-        stage: (stage_model_config(config, stage), own.train, nodes[train_node(stage)].num_workers)
-        for stage, own in config.per_stage.items()
-    }
-
-
 def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
     """Counts of one network. FLOPs are dense: masked weights and masked attention count as if they were not."""
     import torch
@@ -75,13 +65,14 @@ def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
     from spn.gpu.flops import PEAK_FLOPS, forward_flops
     from spn.model import SPN, parameter_counts
 
-    model_config, train, num_workers = _what_is_described(config)[stage]
+    network, train = stage_model_config(config, stage), config.per_stage[stage].train
+    num_workers = config.resources.per_node[train_node(stage)].num_workers
     with torch.device("meta"):
-        counts = parameter_counts(SPN(model_config))
-    forward, useful = forward_flops(model_config)
+        counts = parameter_counts(SPN(network))
+    forward, useful = forward_flops(network)
     total_flops = 3 * forward * train.batch_size * train.num_steps
     return {
-        "parameters": {"total": counts.pop("total"), **counts},
+        "parameters": counts,
         "paper_parameters": PAPER_PARAMETERS.get(config.name, {}).get(stage),
         "flops_per_slice": forward,
         "useful_flops_per_slice": useful,
@@ -106,31 +97,25 @@ def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
 def as_text(description: dict[str, Any]) -> str:
     lines = [f"config {description['config']}"]
     for stage, found in description["stages"].items():
-        counts, batch, cost = dict(found["parameters"]), found["batch"], found["cost"]
-        total, paper, workers = counts.pop("total"), found["paper_parameters"], batch["num_workers"]
-        most = batch["micro_batch_size"]
-        hours = cost["gpu_hours"]
+        counts, batch, cost = found["parameters"], found["batch"], found["cost"]
+        paper, most, workers = found["paper_parameters"], batch["micro_batch_size"], batch["num_workers"]
         lines += [
             "",
-            f"{stage}: {total:,} parameters" + (f" (paper: ~{paper / 1e6:.0f}M)" if paper else ""),
-            *(f"  {part:<34}{count:>14,}" for part, count in counts.items()),
+            f"{stage}: {counts['total']:,} parameters" + (f" (paper: ~{paper / 1e6:.0f}M)" if paper else ""),
+            *(f"  {part:<34}{count:>14,}" for part, count in counts.items() if part != "total"),
             f"  FLOPs per slice: {found['flops_per_slice'] / 1e9:,.2f} G forward, "
             f"{found['training_flops_per_slice'] / 1e9:,.2f} G in training (dense: masked entries counted)",
             f"  batch of {batch['batch_size']:,} slices = {workers} worker{'s' if workers > 1 else ''} x "
             f"{batch['slices_per_worker']:,} slices" + (f", at most {most:,} at once" if most else ""),
-            f"  {cost['num_steps']:,} steps: {cost['training_flops']:.2e} FLOPs, about {_hours(hours)} GPU-hours, "
-            f"{_hours(hours / workers)} hours on {workers} GPUs",
+            f"  {cost['num_steps']:,} steps: {cost['training_flops']:.2e} FLOPs, about {cost['gpu_hours']:,.2f} "
+            f"GPU-hours, {cost['gpu_hours'] / workers:,.2f} hours on {workers} GPUs",
         ]
     lines += [
         "",
-        f"all stages: about {_hours(description['gpu_hours'])} GPU-hours of an {cost['card']}, if training in bfloat16 "
+        f"all stages: about {description['gpu_hours']:,.2f} GPU-hours of an {cost['card']}, if training in bfloat16 "
         f"reaches {cost['mfu']:.0%} of {cost['peak_flops'] / 1e12:.0f} TFLOP/s (assumed)",
     ]
     return "\n".join(lines)
-
-
-def _hours(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 if __name__ == "__main__":

@@ -36,26 +36,30 @@ def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
 
 
-def _positive(owner: object, *names: str) -> None:
+def _at_least(owner: object, least: int, *names: str) -> None:
+    """None passes."""
     for name in names:
         value = getattr(owner, name)
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+        if value is not None and not least <= value < math.inf:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+def _below_one(owner: object, *names: str) -> None:
+    for name in names:
+        if not 0 <= getattr(owner, name) < 1:
+            raise ValueError(f"{name} is {getattr(owner, name)}; it must be at least 0 and below 1")
 
 
 def _check_sizes(own: DecoderConfig | EmbedderConfig, num_layers: str) -> None:
     """What decoder and embedder have in common; `num_layers` names the field of the convolutional part."""
-    _positive(own, num_layers, "conv_channels", "residual_channels", "num_attn_heads", "attn_head_dim")
-    _positive(own, "num_memory_rows")
-    if own.num_attn_layers < 0:
-        raise ValueError(f"num_attn_layers is {own.num_attn_layers}; it must be at least 0")
+    _at_least(own, 1, num_layers, "conv_channels", "residual_channels", "num_attn_heads", "attn_head_dim")
+    _at_least(own, 1, "num_memory_rows")
+    _at_least(own, 0, "num_attn_layers")
+    _below_one(own, "dropout")
+    _one_of("recipe", own.recipe, RECIPES)
     if own.num_attn_heads * own.attn_head_dim % 2:
         width = f"num_attn_heads {own.num_attn_heads} * attn_head_dim {own.attn_head_dim}"
         raise ValueError(f"attention width is {width}; it must be even, half sines and half cosines of the position")
-    if not 0 <= own.dropout < 1:
-        raise ValueError(f"dropout is {own.dropout}; it must be at least 0 and below 1")
-    if own.recipe not in RECIPES:
-        raise ValueError(f"recipe is {own.recipe!r}; it must be one of {', '.join(RECIPES)}")
     if own.recipe == "modern" and own.attn_head_dim % 4:
         raise ValueError(f"attn_head_dim is {own.attn_head_dim}; with recipe modern it must be a multiple of 4")
 
@@ -111,7 +115,7 @@ class SPNConfig:
     def __post_init__(self) -> None:
         if self.stage not in STAGES and not re.fullmatch(r"depth_upscale_[1-8]", self.stage):
             raise ValueError(f"stage is {self.stage!r}; it must be one of {', '.join(STAGES)}, depth_upscale_<bits>")
-        _positive(self, "image_size", "scaling_factor", "num_bits")
+        _at_least(self, 1, "image_size", "scaling_factor", "num_bits")
         if self.image_size % self.scaling_factor:
             raise ValueError(
                 f"image_size is {self.image_size}; scaling_factor {self.scaling_factor} does not divide it"
@@ -179,12 +183,10 @@ class TrainConfig:
         _one_of("slices", self.slices, SLICES)
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("compile_mode", self.compile_mode, COMPILE_MODES)
-        for name in ("num_steps", "batch_size", "eval_every_steps", "checkpoint_every_steps", "log_every_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("micro_batch_size", "num_valid_images"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1, or null")
+        _at_least(self, 1, "num_steps", "batch_size", "micro_batch_size", "num_valid_images")
+        _at_least(self, 1, "eval_every_steps", "checkpoint_every_steps", "log_every_steps")
+        _at_least(self, 0, "epsilon", "weight_decay", "warmup_steps", "adamw_learning_rate")
+        _below_one(self, "momentum", "decay", "polyak_decay")
         for name, rate in (("learning_rate", self.learning_rate), *(("lr_values", rate) for rate in self.lr_values)):
             if not 0 < rate < math.inf:
                 raise ValueError(f"{name} is {rate}; it must be above 0")
@@ -194,14 +196,8 @@ class TrainConfig:
             raise ValueError(f"lr_boundaries is {list(self.lr_boundaries)}; steps must increase")
         if self.lr_boundaries and (self.schedule != "piecewise" or self.lr_boundaries[0] < 0):
             raise ValueError(f"lr_boundaries is {list(self.lr_boundaries)}; it holds steps of a piecewise schedule")
-        for name in ("momentum", "decay", "polyak_decay"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
         if not 0 < self.cooldown <= 1:
             raise ValueError(f"cooldown is {self.cooldown}; it must be above 0 and at most 1")
-        for name in ("epsilon", "weight_decay", "warmup_steps", "adamw_learning_rate"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if self.grad_clip is not None and self.grad_clip <= 0:
             raise ValueError(f"grad_clip is {self.grad_clip}; it must be above 0, or null")
         if self.checkpoint_every_steps % self.eval_every_steps:

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from spn.config import DecoderConfig, EmbedderConfig
+
 if TYPE_CHECKING:
     from spn.modern import GroupNorm
 
@@ -203,26 +205,15 @@ class AttentionStack(nn.Module):
 
     timing: Tensor
 
-    def __init__(
-        self,
-        *,
-        in_channels: int,
-        length: int,
-        num_layers: int,
-        num_heads: int,
-        head_dim: int,
-        num_rows: int,
-        causal: bool,
-        dropout: float,
-    ) -> None:
+    def __init__(self, own: DecoderConfig | EmbedderConfig, *, in_channels: int, slice_size: int, causal: bool) -> None:
         super().__init__()
-        width = num_heads * head_dim
+        width, heads, rows = own.num_attn_heads * own.attn_head_dim, own.num_attn_heads, own.num_memory_rows
         self.project = nn.Linear(in_channels, width)
-        timing = timing_signal(length, width).to(self.project.weight.device)
+        timing = timing_signal(slice_size**2, width).to(self.project.weight.device)
         self.register_buffer("timing", timing, persistent=False)
         self.layers = module_list(
-            TransformerLayer(width=width, num_heads=num_heads, num_rows=num_rows, causal=causal, dropout=dropout)
-            for _ in range(num_layers)
+            TransformerLayer(width=width, num_heads=heads, num_rows=rows, causal=causal, dropout=own.dropout)
+            for _ in range(own.num_attn_layers)
         )
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.recompute = False

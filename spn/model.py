@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from spn.config import DecoderConfig, EmbedderConfig, SPNConfig
+from spn.config import SPNConfig
 from spn.layers import (
     AttentionStack,
     GatedPixelCNNLayer,
@@ -28,37 +28,6 @@ from spn.layers import (
 )
 from spn.modern import CausalStem, GroupNorm, ModernLayer, ModernStack
 from spn.ordering import slot_sources, target_slices
-
-
-def paper_attention(
-    own: DecoderConfig | EmbedderConfig, *, in_channels: int, slice_size: int, causal: bool
-) -> AttentionStack:
-    return AttentionStack(
-        in_channels=in_channels,
-        length=slice_size**2,
-        num_layers=own.num_attn_layers,
-        num_heads=own.num_attn_heads,
-        head_dim=own.attn_head_dim,
-        num_rows=own.num_memory_rows,
-        causal=causal,
-        dropout=own.dropout,
-    )
-
-
-def modern_attention(
-    own: DecoderConfig | EmbedderConfig, *, in_channels: int, slice_size: int, causal: bool
-) -> ModernStack:
-    return ModernStack(
-        in_channels=in_channels,
-        slice_size=slice_size,
-        num_layers=own.num_attn_layers,
-        num_heads=own.num_attn_heads,
-        head_dim=own.attn_head_dim,
-        hidden=own.num_memory_rows,
-        causal=causal,
-        dropout=own.dropout,
-    )
-
 
 META_UNITS = 8  # units of the meta-position embedding (section 3.2)
 HEAD_SCALE = 0.3  # recipe modern: of the slowest cosine in the first logits
@@ -83,8 +52,8 @@ class SliceEmbedder(nn.Module):
         self.meta_position = nn.Embedding(num_slices, META_UNITS)
         device = self.meta_position.weight.device
         self.register_buffer("sources", slot_sources(config.scaling_factor).to(device), persistent=False)
-        attention = modern_attention if own.recipe == "modern" else paper_attention
-        self.attention = attention(own, in_channels=channels, slice_size=config.slice_size, causal=False)
+        stack = ModernStack if own.recipe == "modern" else AttentionStack
+        self.attention = stack(own, in_channels=channels, slice_size=config.slice_size, causal=False)
         attn_width = own.num_attn_heads * own.attn_head_dim
         # Recipe modern: the image's pixels around a target pixel are spread over slices and neighbouring positions.
         self.stem = nn.Conv2d(attn_width, attn_width, 3, padding=1, bias=False) if own.recipe == "modern" else None
@@ -167,7 +136,7 @@ class PaperDecoder(nn.Module):
         super().__init__()
         self.num_values = config.num_values
         self.intensity = IntensityEmbedding(num_values=config.num_values)
-        self.attention = paper_attention(config.decoder, in_channels=24, slice_size=config.slice_size, causal=True)
+        self.attention = AttentionStack(config.decoder, in_channels=24, slice_size=config.slice_size, causal=True)
         self.layers = pixelcnn_layers(config, self.intensity.groups())
         self.head = make_head(config)
         self.recompute = False
@@ -199,7 +168,7 @@ class ModernDecoder(nn.Module):
         self.num_values = config.num_values
         self.intensity = IntensityEmbedding(num_values=config.num_values)
         self.stem = CausalStem(in_channels=24, width=attn_width)
-        self.attention = modern_attention(own, in_channels=24, slice_size=config.slice_size, causal=True)
+        self.attention = ModernStack(own, in_channels=24, slice_size=config.slice_size, causal=True)
         self.surroundings = None
         if config.embedder is not None:
             self.surroundings = nn.Linear(config.embedder.conv_channels, attn_width, bias=False)

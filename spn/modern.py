@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spn.config import DecoderConfig, EmbedderConfig
 from spn.layers import group_sizes, module_list, run_layer
 
 STEM_ROWS, STEM_COLUMNS = 4, 7  # what the decoder's stem sees: this row and three above, three columns on either side
@@ -119,27 +120,16 @@ class ModernStack(nn.Module):
 
     turns: Tensor
 
-    def __init__(
-        self,
-        *,
-        in_channels: int,
-        slice_size: int,
-        num_layers: int,
-        num_heads: int,
-        head_dim: int,
-        hidden: int,
-        causal: bool,
-        dropout: float,
-    ) -> None:
+    def __init__(self, own: DecoderConfig | EmbedderConfig, *, in_channels: int, slice_size: int, causal: bool) -> None:
         super().__init__()
-        width = num_heads * head_dim
+        width, heads, hidden = own.num_attn_heads * own.attn_head_dim, own.num_attn_heads, own.num_memory_rows
         self.project = nn.Linear(in_channels, width)
         self.layers = module_list(
-            ModernLayer(width=width, num_heads=num_heads, hidden=hidden, causal=causal, dropout=dropout)
-            for _ in range(num_layers)
+            ModernLayer(width=width, num_heads=heads, hidden=hidden, causal=causal, dropout=own.dropout)
+            for _ in range(own.num_attn_layers)
         )
         self.norm = nn.RMSNorm(width, eps=1e-6)
-        turns = rotary_turns(slice_size, slice_size, head_dim).to(self.norm.weight.device)
+        turns = rotary_turns(slice_size, slice_size, own.attn_head_dim).to(self.norm.weight.device)
         self.register_buffer("turns", turns, persistent=False)
         self.recompute = False
 

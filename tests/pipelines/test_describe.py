@@ -151,7 +151,7 @@ def test_gpu_hours_are_flops_over_what_a_gpu_is_assumed_to_reach(capsys: pytest.
     assert half["gpu_hours"] == pytest.approx(whole["gpu_hours"] / 2)
     assert describe.main(["--config", "imagenet128"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert "50% of 790 TFLOP/s (assumed)" in last and f"{whole['gpu_hours']:,.0f} GPU-hours of an H100" in last
+    assert "50% of 790 TFLOP/s (assumed)" in last and f"{whole['gpu_hours']:,.2f} GPU-hours of an H100" in last
 
 
 def test_costs_on_the_page_about_clusters_are_those_described() -> None:

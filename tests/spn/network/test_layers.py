@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from spn.config import DecoderConfig
 from spn.layers import (
     AttentionStack,
     GatedPixelCNNLayer,
@@ -247,14 +248,16 @@ def test_transformer_layer_is_pre_norm_residual(randomised):
         close(layer(x), middle + layer.memory(norm(middle, layer.memory_norm)))
 
 
+SIZES = DecoderConfig(num_attn_layers=2, num_attn_heads=2, attn_head_dim=4, num_memory_rows=5)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_stack(causal, randomised):
     """A map to the attention width, the timing signal once, the layers, a final norm with epsilon 1e-6."""
-    sizes = dict(in_channels=5, length=6, num_layers=2, num_heads=2, head_dim=4, num_rows=5, dropout=0.0)
-    stack = randomised(AttentionStack(causal=causal, **sizes), 0)
-    x = normal(1, 2, 6, 5)
+    stack = randomised(AttentionStack(SIZES, in_channels=5, slice_size=3, causal=causal), 0)
+    x = normal(1, 2, 9, 5)
     with torch.no_grad():
-        y = x @ stack.project.weight.T + stack.project.bias + timing_signal(6, 8).double()
+        y = x @ stack.project.weight.T + stack.project.bias + timing_signal(9, 8).double()
         for layer in stack.layers:
             y = layer(y)
         assert all(layer.attn.causal == causal for layer in stack.layers)
@@ -267,11 +270,10 @@ def test_attention_stack(causal, randomised):
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_stack_reads_what_it_may(causal, seed, randomised):
     """Causal: position t reads 0 .. t, and all of them; otherwise every position reads every other."""
-    sizes = dict(in_channels=3, length=6, num_layers=2, num_heads=2, head_dim=4, num_rows=5, dropout=0.0)
-    stack = randomised(AttentionStack(causal=causal, **sizes), seed)
-    jacobian = torch.autograd.functional.jacobian(lambda x: stack(stack.project(x[None]))[0], normal(seed, 6, 3))
+    stack = randomised(AttentionStack(SIZES, in_channels=3, slice_size=2, causal=causal), seed)
+    jacobian = torch.autograd.functional.jacobian(lambda x: stack(stack.project(x[None]))[0], normal(seed, 4, 3))
     read = jacobian.abs().amax((1, 3)) != 0
-    assert torch.equal(read, torch.ones(6, 6, dtype=torch.bool).tril(0 if causal else 6))
+    assert torch.equal(read, torch.ones(4, 4, dtype=torch.bool).tril(0 if causal else 4))
 
 
 # ---- the rest -----------------------------------------------------------------------------------------------------
