@@ -119,10 +119,7 @@ def _prepare_data(config: ExperimentConfig, reader: str, source: str) -> Node:
         config=PrepareDataNodeConfig(data=config.data, num_cpus=resources.cpus_per_worker),
         modules=(reader,) if reader else (),  # readers of other sources do not count
         source=source,
-        num_cpus=0,
-        cost={"CPU": resources.cpus_per_worker},  # a whole CPU per shard: two at a time on a core are slower
-        resumable=True,
-        **_retries(resources),
+        **_runs_on(resources),  # a whole CPU per shard: two at a time on a core are slower
     )
 
 
@@ -156,7 +153,7 @@ def _train(config: ExperimentConfig, stage: str, listed: bool) -> Node:
             first_given="first_slice" in stage_names(config),
             seed=config.sample.seed,
         )
-    node = _with_workers(resources)
+    node = _runs_on(resources)
     node["cost"]["CPU"] += INGEST_CPUS
     return Node(
         name=train_node(stage),
@@ -239,7 +236,7 @@ def _sample(config: ExperimentConfig, stages: list[str]) -> Node:
         needs=tuple(map(train_node, stages)),
         reads=_weights(stages),
         config=SampleNodeConfig(**vars(drawing), num_images=config.sample.num_images),
-        **_with_workers(drawing.resources),
+        **_runs_on(drawing.resources),
     )
 
 
@@ -261,7 +258,7 @@ def _sample_images(config: ExperimentConfig, images: UserImages) -> Node:
         ),
         source=images.digest,
         tags={"use": images.use},
-        **_with_workers(drawing.resources),
+        **_runs_on(drawing.resources),
     )
 
 
@@ -312,30 +309,22 @@ def _report(config: ExperimentConfig, stages: list[str]) -> Node:
             stages=tuple(stages),
             yaml=to_yaml(_on_its_device(config), semantic_only=True),
         ),
-        num_cpus=resources.cpus_per_worker,
-        **_retries(resources),
+        **_runs_on(resources, own_process=True),
     )
 
 
 def _scored_by(resources: NodeResources) -> dict[str, Any]:
     """Fields of a node whose one worker is its own process."""
-    return _with_workers(resources) if resources.num_workers > 1 else {**_single_process(resources), "resumable": True}
+    return _runs_on(resources, own_process=resources.num_workers == 1)
 
 
-def _single_process(resources: NodeResources) -> dict[str, Any]:
-    """Fields of a node whose work is done in the task's own process."""
-    return {"num_cpus": resources.worker["CPU"], "num_gpus": resources.worker.get("GPU", 0), **_retries(resources)}
-
-
-def _with_workers(resources: NodeResources) -> dict[str, Any]:
-    """Fields of a node whose work is done by workers."""
+def _runs_on(resources: NodeResources, *, own_process: bool = False) -> dict[str, Any]:
+    """Fields of a node: what it occupies, its retries. own_process: the task works itself, it starts no workers."""
+    worker = resources.worker
     return {
-        "num_cpus": 0,
-        "cost": {resource: resources.num_workers * amount for resource, amount in resources.worker.items()},
-        "resumable": True,
-        **_retries(resources),
+        "num_cpus": worker["CPU"] if own_process else 0,
+        "num_gpus": worker.get("GPU", 0) if own_process else 0,
+        "cost": {resource: resources.num_workers * amount for resource, amount in worker.items()},
+        "max_failures": resources.max_failures,
+        "retry_wait_sec": resources.retry_wait_sec,
     }
-
-
-def _retries(resources: NodeResources) -> dict[str, Any]:
-    return {"max_failures": resources.max_failures, "retry_wait_sec": resources.retry_wait_sec}

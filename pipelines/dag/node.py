@@ -18,7 +18,7 @@ KEEP, EXTEND = "keep", "extend"  # a finished output under another config: it is
 
 @dataclass(frozen=True)
 class Node:
-    """One step of the pipeline."""
+    """One step of the pipeline. A retry or a later start continues its newest unfinished attempt in the same folder."""
 
     name: str
     function: str  # "package.module:function", imported inside the task
@@ -37,7 +37,6 @@ class Node:
     unreadable: str = ""  # why the external files cannot be listed: then any output of this config stays valid
     # (config of a finished output, present config) -> KEEP, EXTEND, why neither, or "": no relation.
     reuse: Callable[[Mapping[str, Any], Mapping[str, Any]], str] | None = None
-    resumable: bool = False  # a retry or a later start continues the newest unfinished attempt
     tags: Mapping[str, str] = field(default_factory=dict)  # more tags of its tracked run, e.g. {"stage": ...}
 
     def __post_init__(self) -> None:

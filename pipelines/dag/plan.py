@@ -32,7 +32,6 @@ class Decision:
     fingerprint: str | None = None
     ingredients: Mapping[str, Any] | None = None
     attempt: str | None = None  # unfinished attempt to continue
-    follows: str | None = None  # unfinished attempt of this fingerprint, continued or not: its tracked run continues
     success: Success | None = None
     extends: Success | None = None  # finished output that a new attempt starts from
     known_attempts: tuple[str, ...] = ()  # all attempt ids so far; a new one must sort after them
@@ -106,7 +105,11 @@ def plan(
             decision = decide(node, known, draft)
             made[node.name] = decision if selected else _not_selected(decision)
     if missing is not None:
-        raise UserError(_missing_input(*missing, made, only=only))
+        name, need = missing
+        why = made[need].reason.removeprefix("not selected; ")
+        raise UserError(
+            f"{name}: its input {need} has no finished output for this configuration ({why}); full_multidim.py makes it"
+        )
     return replace(draft, decisions=tuple(made.values()))
 
 
@@ -146,9 +149,8 @@ def decide(node: Node, upstream: Mapping[str, Success], plan: Plan) -> Decision:
     unfinished = next((a for a in here if a.success is None and not a.damage), None)
     if unfinished is not None:
         what = "failed" if unfinished.failed else "was interrupted"
-        reason = f"attempt {unfinished.attempt} {what}; {'continues it' if node.resumable else 'starts over'}"
-        continued = unfinished.attempt if node.resumable else None
-        return Decision(node, RUN, reason, attempt=continued, follows=unfinished.attempt, extends=extends, **facts)
+        reason = f"attempt {unfinished.attempt} {what}; continues it"
+        return Decision(node, RUN, reason, attempt=unfinished.attempt, extends=extends, **facts)
     reason = _damage(store, here) or _why_new(past, parts)
     if how and reusable is not None:
         reason = fingerprint.explain(reusable.ingredients, parts)
@@ -230,21 +232,6 @@ def _not_selected(decision: Decision) -> Decision:
     if decision.action == SKIP:
         return Decision(decision.node, NOT_SELECTED, f"not selected; {decision.reason}", success=decision.success)
     return Decision(decision.node, NOT_SELECTED, f"not selected; not up to date: {decision.reason}")
-
-
-def _missing_input(name: str, missing: str, made: Mapping[str, Decision], *, only: Sequence[str]) -> str:
-    chain: set[str] = set()
-    queue = [need for selected in only for need in made[selected].node.needs]
-    while queue:
-        above = queue.pop()
-        if made[above].success is None and above not in chain:
-            chain.add(above)
-            queue.extend(made[above].node.needs)
-    why = made[missing].reason.removeprefix("not selected; ")
-    return (
-        f"{name}: its input {missing} has no finished output for this configuration ({why}); "
-        f"make it with full_multidim.py --only {','.join(n for n in made if n in chain)}"
-    )
 
 
 def downstream(nodes: Sequence[Node], first: str) -> list[str]:

@@ -238,10 +238,9 @@ class _Engine:
         attempt = decision.attempt or attempts.new_attempt_id(decision.known_attempts)
         folder = attempts.attempt_folder(node.name, decision.fingerprint, attempt)
         before: dict[str, Any] = {}
-        if decision.follows:
-            followed = attempts.attempt_folder(node.name, decision.fingerprint, decision.follows)
+        if decision.attempt:
             with contextlib.suppress(FileNotFoundError, ValueError):
-                before = json.loads(store.read_bytes(posixpath.join(followed, attempts.STARTED)))
+                before = json.loads(store.read_bytes(posixpath.join(folder, attempts.STARTED)))
         starts, now = before.get("starts", []), attempts.utc_now()
         handle = self.tracker.start_node(
             node.name,
@@ -312,16 +311,11 @@ class _Engine:
         return replace(success, mlflow_run_id=success.mlflow_run_id or run_id)
 
     def _retry_later(self, running: _Try, error: str) -> None:
-        """The retry continues the same attempt if the node is resumable, and the same tracked run in any case."""
+        """The retry continues the same attempt and the same tracked run."""
         node, faults = running.decision.node, running.faults + 1
         wait_sec = min(node.retry_wait_sec * 2 ** (faults - 1), _LONGEST_WAIT_SEC)
-        decision = replace(
-            running.decision,
-            reason=f"try {faults + 1} of {node.max_failures + 1}",
-            attempt=running.attempt if node.resumable else None,
-            follows=running.attempt,
-            known_attempts=(*running.decision.known_attempts, running.attempt),
-        )
+        reason = f"try {faults + 1} of {node.max_failures + 1}"
+        decision = replace(running.decision, reason=reason, attempt=running.attempt)
         self.retries[node.name] = replace(running, decision=decision, since=time.monotonic() + wait_sec, faults=faults)
         self.display.line(f"[{node.name}] lost ({error}); retries in {wait_sec:g} s")
 

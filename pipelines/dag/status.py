@@ -133,7 +133,7 @@ def _kept(plan: Plan, past: Mapping[str, list[Attempt]], named: Container[str]) 
     """Folders of all attempts that must stay."""
     queue: deque[tuple[str, str]] = deque()  # (node, attempt id)
     for decision in plan.decisions:
-        used = (decision.success.attempt if decision.success else None, decision.attempt, decision.follows)
+        used = (decision.success.attempt if decision.success else None, decision.attempt)
         queue += [(decision.node.name, attempt) for attempt in used if attempt is not None]
     for node, found in past.items():
         configs = {

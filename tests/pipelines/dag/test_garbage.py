@@ -82,7 +82,7 @@ def test_attempts_that_others_refer_to_stay(finished: Store) -> None:
 
 
 def test_an_interrupted_attempt_that_would_go_on_stays(finished: Store) -> None:
-    changed = diamond(left={"config": Toy("new"), "resumable": True})
+    changed = diamond(left={"config": Toy("new")})
     carry_out(decided(finished, changed), broken=["left"])
     carry_out(decided(finished, diamond(left={"config": Toy("newer")})))
 

@@ -175,17 +175,15 @@ def test_a_node_whose_process_dies_is_retried_so_often_and_then_fails(store: Sto
     assert states(report) == {"a": "failed", "b": "blocked", "c": "executed"}
     assert "WorkerCrashed" in report.nodes["a"].error
     assert "WorkerCrashed" in Path(report.nodes["a"].uri or "", "error.txt").read_text()
-    assert len(attempts.history(store, "a")) == 2
+    assert len(attempts.history(store, "a")) == 1
     assert "[a] starts: try 2 of 2" in lines
 
 
 @pytest.mark.faults
-def test_a_killed_node_resumes_in_its_attempt_or_starts_over_in_a_new_one(store: Store) -> None:
-    nodes = [node(name, "die_once", max_failures=3, resumable=name == "resumes") for name in ("resumes", "starts_over")]
-    report, _ = go(store, nodes)
-    assert report.ok
-    assert [report.nodes[name].success.metrics["restarts"] for name in ("resumes", "starts_over")] == [1, 1]
-    assert len(attempts.history(store, "resumes")) == 1 and len(attempts.history(store, "starts_over")) == 2
+def test_a_killed_node_resumes_in_its_attempt(store: Store) -> None:
+    report, _ = go(store, [node("a", "die_once", max_failures=3)])
+    assert report.ok and report.nodes["a"].success.metrics["restarts"] == 1
+    assert len(attempts.history(store, "a")) == 1
 
 
 def test_waits_grow_between_tries_after_storage_failed(store: Store, tmp_path: Path) -> None:
@@ -204,8 +202,8 @@ def test_what_would_fail_again_is_not_tried_again(store: Store, tmp_path: Path, 
     assert states(report) == {"a": "failed"} and len(attempts.history(store, "a")) == 1
 
 
-def test_an_unfinished_resumable_attempt_resumes_in_place(store: Store, flag: Path) -> None:
-    nodes = [node("a", "count", config=Toy(broken=str(flag)), resumable=True)]
+def test_an_unfinished_attempt_resumes_in_place(store: Store, flag: Path) -> None:
+    nodes = [node("a", "count", config=Toy(broken=str(flag)))]
     failed, _ = go(store, nodes)
     flag.unlink()
     report, lines = go(store, nodes)
@@ -348,10 +346,7 @@ def test_a_start_that_lost_its_lock_stops(store: Store, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_mlflow_has_one_run_for_each_node_and_one_curve_over_two_starts(store: Store, flag: Path) -> None:
-    nodes = [
-        node("a", tags={"stage": "first"}),
-        node("b", "count", ["a"], config=Toy(broken=str(flag)), resumable=True),
-    ]
+    nodes = [node("a", tags={"stage": "first"}), node("b", "count", ["a"], config=Toy(broken=str(flag)))]
     uri, artifacts = default_uri(store, name="toy")
 
     def started() -> Ledger:
