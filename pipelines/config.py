@@ -197,11 +197,6 @@ class UserImages:
     num_given: int = 0  # complete: slices in subscale order, or rows of a baseline
 
     @property
-    def node_names(self) -> list[str]:
-        """The node that reads them and those upstream of it, in running order."""
-        return ["prepare_data", *(train_node(stage) for stage in self.stages), self.node]
-
-    @property
     def digests(self) -> list[str]:
         """Of each image's values, whatever its file is called."""
         return [hashlib.sha256(value.tobytes()).hexdigest()[:16] for value in self.values]

@@ -55,9 +55,21 @@ def main(arguments: list[str] | None = None) -> None:
     values = reduce_depth(pixels, from_bits=8, to_bits=NETWORK.num_bits)
     learned, held_out = values[:, :, :108], values[:, :, 108:]  # the right quarter is for measuring
 
+    config = TrainConfig(
+        num_steps=options.steps,
+        batch_size=16,
+        optimizer="adamw",
+        learning_rate=3e-3,
+        schedule="cosine",
+        warmup_steps=20,
+        polyak_decay=0.98,
+        eval_every_steps=options.steps,  # validates once, at the end
+        checkpoint_every_steps=options.steps,
+        log_every_steps=20,
+    )
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
-    state = TrainState.create(SPN(NETWORK), train_config(options.steps))
+    state = TrainState.create(SPN(NETWORK), config)
     model = state.model
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {options.steps} steps of 16 slices")
 
@@ -79,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     fit(
         state,
-        config=train_config(options.steps),
+        config=config,
         batches=batches(),
         forward=model,
         evaluate=evaluate,
@@ -93,21 +105,6 @@ def main(arguments: list[str] | None = None) -> None:
     sheet = to_display(rows.permute(0, 3, 1, 4, 2).flatten(0, 1).flatten(1, 2), num_bits=NETWORK.num_bits)
     Image.fromarray(sheet.numpy().astype(np.uint8)).resize((512, 512), Image.Resampling.NEAREST).save(options.out)
     print(f"{options.out.resolve()}: crops of the photo in the top row, below them what the network drew")
-
-
-def train_config(num_steps: int) -> TrainConfig:
-    return TrainConfig(
-        num_steps=num_steps,
-        batch_size=16,
-        optimizer="adamw",
-        learning_rate=3e-3,
-        schedule="cosine",
-        warmup_steps=20,
-        polyak_decay=0.98,
-        eval_every_steps=num_steps,  # validates once, at the end
-        checkpoint_every_steps=num_steps,
-        log_every_steps=20,
-    )
 
 
 if __name__ == "__main__":

@@ -45,18 +45,12 @@ def load_weights(folder: Path, *, averaged: bool, device: str = "cpu") -> dict[s
     return load_file(folder / (EMA if averaged else MODEL), device=device)
 
 
-def load_model(folder: Path, *, averaged: bool = True, device: str = "cpu") -> SPN:
-    """The network ready for evaluation and sampling, on Polyak-averaged weights unless `averaged` is False."""
+def load_model(folder: Path, *, device: str = "cpu") -> SPN:
+    """The network ready for evaluation and sampling, on Polyak-averaged weights."""
     with torch.random.fork_rng(devices=[]):  # initial weights are drawn, then overwritten: leave the caller's stream
         model = SPN(load_config(folder)).to(device)
-    model.load_state_dict(load_weights(folder, averaged=averaged, device=device))
+    model.load_state_dict(load_weights(folder, averaged=True, device=device))
     return model.eval()
-
-
-def start_weights(folder: Path, config: SPNConfig) -> dict[str, Tensor]:
-    """Averaged weights of another run's checkpoint for a network of `config`. Raises ValueError as `check_start`."""
-    check_start(folder, config)
-    return load_weights(folder, averaged=True)
 
 
 def check_start(folder: Path, config: SPNConfig) -> None:
@@ -67,9 +61,7 @@ def check_start(folder: Path, config: SPNConfig) -> None:
     theirs = load_config(folder)
     for name in ("image_size", "scaling_factor", "num_bits", "num_given_bits", "decoder", "embedder"):
         if getattr(theirs, name) != getattr(config, name):
-            raise ValueError(
-                f"init_from: {name} is {getattr(config, name)} here, {getattr(theirs, name)} in the checkpoint"
-            )
+            raise ValueError(f"{name} is {getattr(config, name)} here, {getattr(theirs, name)} in the checkpoint")
 
 
 def load_trainer(folder: Path) -> dict[str, Any]:

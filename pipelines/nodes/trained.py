@@ -11,7 +11,7 @@ from torch import Tensor
 
 from data_prep.files import UserError, join, open_store
 from pipelines.dag.node import NodeOutput
-from spn.checkpoint import CONFIG, EMA, MODEL, check_start, load_config, load_model, load_weights, start_weights
+from spn.checkpoint import CONFIG, EMA, MODEL, check_start, load_config, load_model, load_weights
 from spn.config import SPNConfig
 from spn.model import SPN
 
@@ -61,14 +61,14 @@ def check_start_weights(uri: str, config: SPNConfig) -> None:
         try:
             check_start(folder, config)
         except (ValueError, KeyError, TypeError) as error:  # also of a config.json that is something else
-            raise UserError(f"train.init_from: {uri}: {str(error).removeprefix('init_from: ')}") from error
+            raise UserError(f"train.init_from: {uri}: {error}") from error
 
 
 def start_weights_of(uri: str, config: SPNConfig) -> dict[str, Tensor]:
     """Averaged weights of the checkpoint folder at a path or URI. Raises UserError as above."""
     check_start_weights(uri, config)
-    with _downloaded(uri, CONFIG, EMA) as folder:
-        return start_weights(folder, config)
+    with _downloaded(uri, EMA) as folder:
+        return load_weights(folder, averaged=True)
 
 
 @contextlib.contextmanager

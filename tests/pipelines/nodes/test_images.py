@@ -69,7 +69,6 @@ def test_high_bits_of_8_bit_images_are_what_is_given(use, side, stages, tmp_path
     own = images.for_sampling(config(save(tmp_path / "a.png", pixels), *use))
     assert own.keys == ("a",) and own.stages == stages and own.num_bits == 3
     assert np.array_equal(own.values, pixels[None] >> 5)
-    assert own.node_names == ["prepare_data", *(f"train_{s}" for s in stages), "sample_images"]
 
 
 def test_files_of_low_bit_values_are_taken_as_they_are(tmp_path):

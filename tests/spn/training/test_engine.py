@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 import torch
 
-from spn.checkpoint import save_checkpoint, start_weights
+from spn.checkpoint import check_start, load_weights, save_checkpoint
 from spn.config import TrainConfig
 from spn.model import SPN, nll_nats, recompute_activations
 from spn.training import TrainState
@@ -62,7 +62,8 @@ def test_training_starts_from_another_runs_averaged_weights(tiny_config, tmp_pat
     save_checkpoint(tmp_path, model=theirs, ema=averaged, trainer={})
     torch.manual_seed(2)
     state = TrainState.create(SPN(config), TrainConfig())
-    state.start_from(start_weights(tmp_path, config))
+    check_start(tmp_path, config)
+    state.start_from(load_weights(tmp_path, averaged=True))
     for name, p in state.model.named_parameters():
         assert torch.equal(p, averaged[name]) and torch.equal(state.polyak.shadow[name], averaged[name]), name
     assert state.step == 0
@@ -78,5 +79,5 @@ def test_weights_of_another_network_are_refused_by_what_differs(tiny_config, tmp
     save_checkpoint(tmp_path, model=model, ema=dict(model.named_parameters()), trainer={})
     for change in ({"num_bits": 3}, {"image_size": 16}):
         other = dataclasses.replace(config, **change)
-        with pytest.raises(ValueError, match=f"init_from: {next(iter(change))} is"):
-            start_weights(tmp_path, other)
+        with pytest.raises(ValueError, match=f"^{next(iter(change))} is"):
+            check_start(tmp_path, other)
