@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,17 @@ os.environ.pop("MLFLOW_TRACKING_URI", None)
 sys.path.append(str(TOYS))
 
 from data_prep.files import Store, open_store  # noqa: E402
+
+
+@pytest.fixture
+def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """command(main, *arguments) -> (exit code, stdout, stderr), on the debug config with its storage in tmp_path."""
+
+    def call(main: Callable[[list[str]], int], *arguments: str) -> tuple[int, str, str]:
+        code = main(["--config", "debug", f"storage={tmp_path / 'runs'}", *arguments])
+        return code, *capsys.readouterr()
+
+    return call
 
 
 @pytest.fixture

@@ -53,17 +53,6 @@ def outside_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    """command(main, *arguments) -> (exit code, stdout, stderr), on the debug config with its storage in tmp_path."""
-
-    def call(main: Callable[[list[str]], int], *arguments: str) -> tuple[int, str, str]:
-        code = main(["--config", "debug", f"storage={tmp_path / 'runs'}", *arguments])
-        return code, *capsys.readouterr()
-
-    return call
-
-
-@pytest.fixture
 def handed_on(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What `start` would have got."""
     seen: dict[str, Any] = {}
@@ -84,10 +73,7 @@ REFUSED = {
     ("--onli=evaluate",): "unknown option --onli=evaluate; nearest: --only",
     ("--only",): "argument --only: expected one argument (see full_multidim.py --help)",
     ("--only", "evalute"): f"--only evalute: {NO_NODE}; nearest: evaluate",
-    ("--rerun", "samples"): f"--rerun samples: {NO_NODE}; nearest: sample",
-    ("--keep", "train_baseline"): f"--keep train_baseline: {NO_NODE}; nearest: train_first_slice",
     ("--rerun", "zzz"): f"--rerun zzz: {NO_NODE}; valid: {', '.join(NODES)}",
-    ("--from", "train_size_upscal"): f"--from train_size_upscal: {NO_NODE}; nearest: train_size_upscale",
     ("--from", "sample", "--keep", "report"): "--from sample and --keep report exclude each other",
     (
         "--from",

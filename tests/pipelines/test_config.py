@@ -117,27 +117,7 @@ def test_presets_name_the_dataset_that_their_source_makes(name: str) -> None:
 
 # ---- the demo is the paper's pipeline made small --------------------------------------------------------------------
 
-DEMO_MAY_CHANGE = {
-    "name",
-    *(f"data.{key}" for key in ("dataset", "root", "crop", "tile_size", "tile_stride", "num_valid_photos")),
-    *(f"data.{key}" for key in ("num_test_photos", "rows_per_shard", "row_group_rows", "source", "resolutions")),
-    *(f"model.decoder.{key}" for key in ("num_layers", "conv_channels", "residual_channels", "num_attn_layers")),
-    *(f"model.decoder.{key}" for key in ("num_attn_heads", "attn_head_dim", "num_memory_rows")),
-    *(f"model.embedder.{key}" for key in ("num_conv_layers", "conv_channels", "residual_channels", "num_attn_layers")),
-    *(f"model.embedder.{key}" for key in ("num_attn_heads", "attn_head_dim", "num_memory_rows")),
-    *(f"train.{key}" for key in ("num_steps", "batch_size", "micro_batch_size", "polyak_warmup")),
-    *(f"train.{key}" for key in ("optimizer", "learning_rate", "schedule", "lr_boundaries", "lr_values")),
-    *(f"train.{key}" for key in ("warmup_steps", "weight_decay", "grad_clip")),
-    *(f"train.{key}" for key in ("eval_every_steps", "num_valid_images", "checkpoint_every_steps", "log_every_steps")),
-    "train.precision",
-    "train.compile",
-    "per_stage",  # imagenet64 has none
-    "evaluate.batch_size",
-    "sample.num_images",
-    "sample.batch_size",
-    *(f"per_stage.{stage}.train.num_steps" for stage in ("first_slice", "depth_upscale")),
-    *(f"resources.{key}" for key in ("num_workers", "use_gpu", "cpus_per_worker", "num_cpus")),
-}
+DEMO_KEEPS = ("scaling_factor", "bits", "stages", "seed", "tracking", "model.decoder.recipe", "model.embedder.recipe")
 
 
 def flat(node: dict, prefix: str = "") -> dict[str, object]:
@@ -167,7 +147,7 @@ def lines_by_key(path: Path) -> dict[str, str]:
 def test_demo_differs_from_imagenet64_only_where_it_may_and_says_so() -> None:
     demo, paper = (flat(yaml.safe_load(to_yaml(load(name)))) for name in ("demo", "imagenet64"))
     changed = {key for key in demo | paper if demo.get(key) != paper.get(key)}
-    assert changed - DEMO_MAY_CHANGE == set()
+    assert [key for key in changed if key.startswith(DEMO_KEEPS) or "dropout" in key] == []
     lines = lines_by_key(loading.PRESETS / "demo.yaml")
     for key in sorted(changed):
         silent = ("train.eval_", "train.num_valid", "train.checkpoint_", "train.log_", "train.micro_", "train.lr_")

@@ -19,17 +19,6 @@ TOYS = Path(__file__).parent / "toys"
 Command = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    """command(main, *arguments) -> (exit code, stdout, stderr), on the debug config with its storage in tmp_path."""
-
-    def call(main: Callable[[list[str]], int], *arguments: str) -> tuple[int, str, str]:
-        code = main(["--config", "debug", f"storage={tmp_path / 'runs'}", *arguments])
-        return code, *capsys.readouterr()
-
-    return call
-
-
 @pytest.mark.slow
 def test_exit_codes_of_a_start(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_session: None

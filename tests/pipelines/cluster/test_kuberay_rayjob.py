@@ -22,146 +22,57 @@ MANIFEST, LAUNCHER = "kuberay_rayjob.yaml", "ray_cluster.yaml"
 
 TEXT, NUMBER, FLAG = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
 TEXTS = {"type": "object", "additionalProperties": TEXT}  # a map of strings: a number without quotes is refused
-ANYTHING: dict[str, Any] = {}
 
 
-def section(*required: str, **fields: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
+def section(**fields: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": fields, "additionalProperties": False}
 
 
 def several(item: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": item}
 
 
-# Kubernetes core/v1, as far as pods of a cluster need it.
+# Of Kubernetes' core/v1 and the resource definitions ray.io/v1 the fields that the file has; another one is a typo, or
+# has to be looked up there and added.
 AMOUNTS = {"type": "object", "additionalProperties": {"type": ["string", "integer"]}}
 CONTAINER = section(
-    "name",
     name=TEXT,
     image=TEXT,
-    imagePullPolicy={"enum": ["Always", "IfNotPresent", "Never"]},
     command=several(TEXT),
     args=several(TEXT),
-    env=several(section("name", name=TEXT, value=TEXT, valueFrom=ANYTHING)),
-    envFrom=several(
-        section(
-            prefix=TEXT,
-            secretRef=section("name", name=TEXT, optional=FLAG),
-            configMapRef=section("name", name=TEXT, optional=FLAG),
-        )
-    ),
-    ports=several(section("containerPort", containerPort=NUMBER, name={**TEXT, "maxLength": 15}, protocol=TEXT)),
-    resources=section(requests=AMOUNTS, limits=AMOUNTS, claims=ANYTHING),
-    volumeMounts=several(section("name", "mountPath", name=TEXT, mountPath=TEXT, subPath=TEXT, readOnly=FLAG)),
-    lifecycle=ANYTHING,
-    securityContext=ANYTHING,
-    workingDir=TEXT,
+    env=several(section(name=TEXT, value=TEXT)),
+    envFrom=several(section(secretRef=section(name=TEXT, optional=FLAG))),
+    ports=several(section(containerPort=NUMBER, name={**TEXT, "maxLength": 15})),
+    resources=section(requests=AMOUNTS, limits=AMOUNTS),
+    volumeMounts=several(section(name=TEXT, mountPath=TEXT)),
 )
-VOLUME = section(
-    "name",
-    name=TEXT,
-    configMap=section(name=TEXT, items=ANYTHING, optional=FLAG, defaultMode=NUMBER),
-    secret=ANYTHING,
-    emptyDir=section(medium={"enum": ["", "Memory"]}, sizeLimit=TEXT),
-    persistentVolumeClaim=ANYTHING,
-)
-METADATA = section(name={**TEXT, "maxLength": 47}, namespace=TEXT, labels=TEXTS, annotations=TEXTS)
-POD = section(
-    "spec",
-    metadata=METADATA,
-    spec=section(
-        "containers",
-        containers=several(CONTAINER),
-        initContainers=several(CONTAINER),
-        volumes=several(VOLUME),
-        serviceAccountName=TEXT,
-        nodeSelector=TEXTS,
-        tolerations=ANYTHING,
-        affinity=ANYTHING,
-        imagePullSecrets=ANYTHING,
-        securityContext=ANYTHING,
-        restartPolicy=TEXT,
-    ),
-)
-# The specs of the resource definitions ray.io/v1: RayJob, RayCluster and what they are made of.
-AUTOSCALER = section(
-    resources=ANYTHING,
-    image=TEXT,
-    imagePullPolicy=TEXT,
-    securityContext=ANYTHING,
-    idleTimeoutSeconds=NUMBER,
-    upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]},
-    env=ANYTHING,
-    envFrom=ANYTHING,
-    volumeMounts=ANYTHING,
-)
-HEAD_GROUP = section(
-    "rayStartParams",
-    "template",
-    template=POD,
-    headService=ANYTHING,
-    enableIngress=FLAG,
-    rayStartParams=TEXTS,
-    serviceType={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
-)
+VOLUME = section(name=TEXT, configMap=section(name=TEXT), emptyDir=section(medium={"enum": ["", "Memory"]}))
+METADATA = section(name={**TEXT, "maxLength": 47}, annotations=TEXTS)
+POD = section(metadata=METADATA, spec=section(containers=several(CONTAINER), volumes=several(VOLUME)))
 WORKER_GROUP = section(
-    "groupName",
-    "maxReplicas",
-    "minReplicas",
-    "rayStartParams",
-    "template",
-    suspend=FLAG,
-    groupName=TEXT,
-    replicas=NUMBER,
-    minReplicas=NUMBER,
-    maxReplicas=NUMBER,
-    idleTimeoutSeconds=NUMBER,
-    rayStartParams=TEXTS,
-    template=POD,
-    scaleStrategy=ANYTHING,
-    numOfHosts=NUMBER,
+    groupName=TEXT, replicas=NUMBER, minReplicas=NUMBER, maxReplicas=NUMBER, rayStartParams=TEXTS, template=POD
 )
 CLUSTER = section(
-    "headGroupSpec",
-    suspend=FLAG,
-    managedBy=TEXT,
-    autoscalerOptions=AUTOSCALER,
-    headServiceAnnotations=TEXTS,
-    enableInTreeAutoscaling=FLAG,
-    gcsFaultToleranceOptions=ANYTHING,
-    headGroupSpec=HEAD_GROUP,
     rayVersion=TEXT,
+    enableInTreeAutoscaling=FLAG,
+    autoscalerOptions=section(
+        idleTimeoutSeconds=NUMBER, upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]}
+    ),
+    headGroupSpec=section(rayStartParams=TEXTS, template=POD),
     workerGroupSpecs=several(WORKER_GROUP),
 )
 RAY_JOB = section(
-    "apiVersion",
-    "kind",
-    "metadata",
-    "spec",
     apiVersion={"const": "ray.io/v1"},
     kind={"const": "RayJob"},
     metadata=METADATA,
     spec=section(
-        "entrypoint",
-        activeDeadlineSeconds={**NUMBER, "minimum": 1},
-        backoffLimit={**NUMBER, "minimum": 0},
-        rayClusterSpec=CLUSTER,
-        submitterPodTemplate=POD,
-        metadata=TEXTS,
-        clusterSelector=TEXTS,
-        submitterConfig=section(backoffLimit=NUMBER),
-        managedBy=TEXT,
-        deletionStrategy=ANYTHING,
         entrypoint=TEXT,
         runtimeEnvYAML=TEXT,
-        jobId=TEXT,
         submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode"]},
-        entrypointResources=TEXT,
-        entrypointNumCpus={"type": "number"},
-        entrypointNumGpus={"type": "number"},
-        ttlSecondsAfterFinished=NUMBER,
+        backoffLimit={**NUMBER, "minimum": 0},
         shutdownAfterJobFinishes=FLAG,
-        suspend=FLAG,
+        ttlSecondsAfterFinished=NUMBER,
+        rayClusterSpec=CLUSTER,
     ),
 )
 

@@ -156,7 +156,7 @@ def test_a_failure_stops_the_nodes_downstream_and_no_others(store: Store, flag: 
         "b": "skipped",
         "side": "skipped",
     }
-    assert any(line.startswith("[a] starts: attempt") and line.endswith("failed; starts over") for line in lines)
+    assert any(line.startswith("[a] starts: attempt") and line.endswith("failed; continues it") for line in lines)
 
 
 def test_a_users_mistake_inside_a_node_is_its_one_line(store: Store) -> None:

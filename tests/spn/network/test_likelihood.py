@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from spn.bitdepth import join_depth
-from spn.layers import timing_signal
 from spn.model import SPN, nll_nats
 from tests.spn.whole_images import logits_of, target_of
 
@@ -142,9 +141,9 @@ def test_a_broken_slice_does_not_sum_to_one(recipe, mistake, tiny_spn, break_mas
 # ---- depth by depth -----------------------------------------------------------------------------------------------
 
 
-def depth_chain(tiny_spn, seed: int, image_size: int) -> list[SPN]:
+def depth_chain(tiny_spn, seed: int) -> list[SPN]:
     """1 -> 2 -> 3 bits with S = 1: each network adds a bit to what the ones before made."""
-    sizes = dict(image_size=image_size, scaling_factor=1, num_bits=1)
+    sizes = dict(image_size=1, scaling_factor=1, num_bits=1)
     return [
         tiny_spn("baseline", seed=3 * seed, **sizes),
         tiny_spn("depth_upscale_2", seed=3 * seed + 1, num_given_bits=1, **sizes),
@@ -152,40 +151,25 @@ def depth_chain(tiny_spn, seed: int, image_size: int) -> list[SPN]:
     ]
 
 
-def depth_chain_sums(models: list[SPN], height: int, width: int) -> tuple[float, float]:
+def depth_chain_sums(models: list[SPN]) -> tuple[float, float]:
     """(sum of all images' probabilities, largest deviation from 1 of the sums of one image's further bits)."""
-    bit = all_images(1, height, width)
+    bit = all_images(1, 1, 1)
     image, log_p, worst = bit[:1].clone(), torch.zeros(1, dtype=torch.float64), 0.0
     for model in models:
         # Every image so far with every choice of its next bit.
         low, given = bit.repeat(len(image), 1, 1, 1), image.repeat_interleave(len(bit), 0)
-        chunks = zip(low.split(65_536), given.split(65_536), strict=True)
-        step = torch.cat([rectangular(model, *chunk) for chunk in chunks])
+        step = log_probability(model, low, range(1), given if model.config.num_given_bits else None)
         worst = max(worst, (step.view(-1, len(bit)).exp().sum(1) - 1).abs().max().item())
         log_p = log_p.repeat_interleave(len(bit)) + step
         image = join_depth(given, low, num_bits=1)
-    assert len(image.flatten(1).unique(dim=0)) == len(image) == 2 ** (len(models) * 3 * height * width)
+    assert len(image.flatten(1).unique(dim=0)) == len(image) == 2 ** (3 * len(models))
     return log_p.exp().sum().item(), worst
-
-
-@torch.no_grad()
-def rectangular(model: SPN, low: Tensor, given: Tensor) -> Tensor:
-    """[B] log-probability of one slice of any shape. SPN itself takes square images only; embedder and decoder do not
-    mind, once their timing signals have the slice's number of positions."""
-    context = None
-    length = low.shape[2] * low.shape[3]
-    for part in (model.embedder, model.decoder):
-        if part is not None:
-            part.attention.timing = timing_signal(length, part.attention.timing.shape[1]).double()
-    if model.embedder is not None:
-        context = model.embedder(low[:, None], torch.zeros(len(low), dtype=torch.long), given[:, None])
-    return -nll_nats(model.decoder(low, context), low)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_chain_of_depths_sums_to_one(seed, tiny_spn):
     """All 512 images of 1x1x3 at 3 bits: 1 -> 2 -> 3, each bit given all bits above it."""
-    total, worst = depth_chain_sums(depth_chain(tiny_spn, seed, 1), 1, 1)
+    total, worst = depth_chain_sums(depth_chain(tiny_spn, seed))
     assert abs(total - 1) < SUM_TO_ONE and worst < SUM_TO_ONE
 
 
@@ -193,33 +177,10 @@ def test_a_chain_of_depths_sums_to_one(seed, tiny_spn):
 @pytest.mark.parametrize("stage", range(3))
 def test_a_broken_chain_of_depths_does_not_sum_to_one(stage, mistake, tiny_spn, break_mask):
     """A mistake in any one of the three networks."""
-    models = depth_chain(tiny_spn, 0, 1)
+    models = depth_chain(tiny_spn, 0)
     break_mask(mistake, models[stage])
-    _, worst = depth_chain_sums(models, 1, 1)
+    _, worst = depth_chain_sums(models)
     assert worst > BROKEN
-
-
-def test_a_chain_of_depths_sums_to_one_on_two_pixels(tiny_spn):
-    """Images of 1x2x3 at 3 bits: all 4,096 that the first two networks make, then all 64 third bits of every 16th.
-    Where each of these sums is 1, so is the sum over all 262,144."""
-    models = depth_chain(tiny_spn, 0, 2)
-    total, worst = depth_chain_sums(models[:2], 1, 2)
-    assert abs(total - 1) < SUM_TO_ONE and worst < SUM_TO_ONE
-    bit = all_images(1, 1, 2)
-    given = all_images(2, 1, 2)[::16].repeat_interleave(len(bit), 0)
-    log_p = rectangular(models[2], bit.repeat(len(given) // len(bit), 1, 1, 1), given)
-    assert (log_p.view(-1, len(bit)).exp().sum(1) - 1).abs().max() < SUM_TO_ONE
-
-
-def test_a_broken_chain_of_depths_does_not_sum_to_one_on_two_pixels(tiny_spn, break_mask):
-    """Between the two pixels, with two of the three networks (4,096 images)."""
-    for mistake in ("attention_not_causal", "left_reads_current_pixel"):
-        models = depth_chain(tiny_spn, 0, 2)[:2]
-        _, worst = depth_chain_sums(models, 1, 2)
-        assert worst < SUM_TO_ONE
-        break_mask(mistake, models[1])
-        _, worst = depth_chain_sums(models, 1, 2)
-        assert worst > BROKEN
 
 
 # ---- the whole chain ----------------------------------------------------------------------------------------------

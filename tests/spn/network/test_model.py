@@ -182,43 +182,6 @@ def test_nll_is_the_sum_of_log_probabilities(dtype, random_values):
     assert actual.tolist() == pytest.approx(expected, rel=1e-12 if dtype == torch.float64 else 1e-5)
 
 
-def uniform_bits_per_dim(model: SPN, image: Tensor, given: Tensor | None, slices: range) -> float:
-    """Bits per dim of the full image, of the given slices, with the head's weights at zero."""
-    with torch.no_grad():
-        model.decoder.head.weight.zero_()
-        model.decoder.head.bias.zero_()
-        nats = 0.0
-        for s in slices:
-            index = torch.full((len(image),), s)
-            nats += nll_nats(logits_of(model, image, index, given), target_of(model, image, index)).mean().item()
-    return nats / math.log(2) / image[0].numel()
-
-
-@pytest.mark.parametrize("scaling_factor", [1, 2, 4])
-@pytest.mark.parametrize(("low", "high"), [(3, 5), (1, 7), (5, 3)])
-def test_uniform_logits_give_exact_bits_per_dim(scaling_factor, low, high, tiny_spn, random_values):
-    """d1 / S^2, d1 (1 - 1 / S^2) or d1, d2 - d1, and 8 for the chain; the baseline its bits."""
-    sizes, num_slices = dict(image_size=8, scaling_factor=scaling_factor), scaling_factor**2
-    image, detail = random_values(0, low, 2, 3, 8, 8), random_values(1, high, 2, 3, 8, 8)
-    first = tiny_spn("first_slice", seed=0, num_bits=low, **sizes)
-    size = tiny_spn("size_upscale", seed=1, num_bits=low, **sizes)
-    depth = tiny_spn("depth_upscale", seed=2, num_bits=high, num_given_bits=low, **sizes)
-    baseline = tiny_spn("baseline", seed=3, num_bits=8, image_size=8, scaling_factor=1)
-
-    parts = (
-        uniform_bits_per_dim(first, image, None, range(1)),
-        uniform_bits_per_dim(size, image, None, range(1, num_slices)),
-        uniform_bits_per_dim(depth, detail, image, range(num_slices)),
-    )
-    expected = (low / num_slices, low * (1 - 1 / num_slices), high)
-    assert parts == pytest.approx(expected, abs=1e-12)
-    assert sum(parts) == pytest.approx(8, abs=1e-12)
-    assert uniform_bits_per_dim(size, image, None, range(num_slices)) == pytest.approx(low, abs=1e-12)
-    assert uniform_bits_per_dim(baseline, random_values(2, 8, 2, 3, 8, 8), None, range(1)) == pytest.approx(
-        8, abs=1e-12
-    )
-
-
 # ---- initial weights and learning ---------------------------------------------------------------------------------
 
 SMALL = dict(  # wide enough that the start is as the initialisation means it

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from spn import decoding
-from spn.decoding import Draws, decode_slice, prepare
+from spn.decoding import prepare
 from spn.evaluation import image_nats
 from spn.model import SPN
-from spn.sampling import sample_stage, uniforms
+from spn.sampling import sample_stage
 from tests.spn.whole_images import context_of, incremental_logits, logits_of, target_of
 
 # Channel counts that 3 does not divide, odd numbers of layers, no attention, a single layer, groups without a channel.
@@ -203,23 +203,6 @@ def test_two_decodes_that_take_turns_do_not_disturb_each_other(stage_network, ra
         assert torch.equal(a, x) and torch.equal(b, y)
     full = logits_of(model, image, index)[one]
     torch.testing.assert_close(taken[-1][0], full[:, 2, :, -1, -1], rtol=0, atol=1e-9)
-
-
-def test_a_decode_inside_another_changes_nothing(stage_network):
-    """Another image sampled in the middle of a slice: same values as without."""
-    model = stage_network("baseline", seed=6)
-    weights = prepare(model)
-    draws = Draws(uniforms(0, stage="baseline", images=[0, 1], image_size=4))
-    other = Draws(uniforms(1, stage="baseline", images=range(5), image_size=4))
-    interrupted = []
-
-    def interrupt(logits: Tensor, row: int, column: int, channel: int) -> None:
-        if (row, column, channel) in ((0, 1, 1), (2, 3, 2)):
-            interrupted.append(decode_slice(weights, None, other))
-
-    alone = decode_slice(weights, None, draws)
-    assert torch.equal(alone, decode_slice(weights, None, draws, on_logits=interrupt))
-    assert len(interrupted) == 2
 
 
 def test_a_network_in_training_mode_is_refused(stage_network):

@@ -44,22 +44,6 @@ def test_estimate_is_unbiased(stage, scaling_factor, seed, tiny_spn, make_batch)
     assert len(slices) == 1 or max(estimates) > 1.001 * min(estimates)  # slices differ: the mean is no accident
 
 
-def test_estimate_is_unbiased_over_random_slices(tiny_spn, make_batch):
-    """Slices drawn at random, each image its own: the mean over many draws comes to the exact figure."""
-    model = tiny_spn("size_upscale", seed=3, image_size=4, scaling_factor=2, num_bits=2)
-    image = make_batch(model, 0, 1).image
-    exact = bits_per_dim(float(image_nats(model, image, None, slices=range(4))), num_images=1, image_size=4)
-    index = torch.randint(4, (4000,), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        nats = nll_nats(
-            logits_of(model, image.expand(4000, -1, -1, -1), index),
-            target_of(model, image.expand(4000, -1, -1, -1), index),
-        )
-    estimate = bits_per_dim_estimate(float(nats.sum()), num_images=4000, config=model.config)
-    spread = float(nats.std()) / (3 * 4) / math.log(2) / 4000**0.5
-    assert abs(estimate - exact) < 4 * spread
-
-
 def test_untrained_uniform_network_estimates_its_share(tiny_spn, settings, make_batch):
     """Uniform logits at b bits: b / S^2 for first_slice, else b; with slices of a first_slice stage other than (0, 0)
     counted alike."""
@@ -191,20 +175,6 @@ def test_bfloat16_autocast_has_a_float32_loss(stage, scaling_factor, network, mo
         losses[precision] = nats.item()
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.02)
     assert losses["bfloat16"] != losses["float32"]
-
-
-def test_a_network_overfits_one_batch(network, settings, make_batch):
-    """Both optimisers take one batch of random values well below what any code of it could know in advance."""
-    for name, rate in (("rmsprop", 3e-3), ("adamw", 1e-2)):
-        model = network("depth_upscale", 2)
-        config = settings(num_steps=150, optimizer=name, learning_rate=rate)
-        state, batch = TrainState.create(model.train(), config), make_batch(model, 0, 2)
-        first, last = None, 0.0
-        for _ in range(config.num_steps):
-            nats, _ = train_step(state, [batch], config=config, forward=model)
-            last = bits_per_dim_estimate(nats.item(), num_images=2, config=model.config)
-            first = last if first is None else first
-        assert first > 1.8 and last < 1.2, (name, first, last)
 
 
 # ---- wrong numbers stop the run -------------------------------------------------------------------------------------
