@@ -52,7 +52,6 @@ from data_prep.plan import (
     num_duplicates,
     quarantine_record,
     refuse_small,
-    with_exif,
 )
 from data_prep.ray_compat import WaitForAutoscaler
 from data_prep.sources.base import CHW, ENCODED, Item, Reader, UnusableSource
@@ -88,7 +87,7 @@ def build(
     that holds another finished data set, and UserError while another build is at work in `out`.
     """
     plan = make_plan(config, sources.find(config))
-    config, store = with_exif(config, plan.source.name), open_store(out)
+    config, store = plan.config, open_store(out)
     with Lock(store, file=LOCK, grace_sec=_GRACE_SEC) as lock:
         _prepare_folder(store, plan)
         sidecars: list[dict] = []
@@ -274,7 +273,7 @@ class _Found:
 
 def _write_shard(task: dict, *, config: DataConfig, source: tuple[str, str], out: str, plan_hash: str) -> str:
     shard: ShardPlan = pickle.loads(task["shard"])  # of this build's own driver
-    config, store = with_exif(config, source[0]), open_store(out)
+    store = open_store(out)
     sidecar_path = f"_build/{shard.split}-{shard.index:05d}-of-{shard.num_shards:05d}.json"
     if store.exists(sidecar_path):
         text = store.read_bytes(sidecar_path).decode()

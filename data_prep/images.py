@@ -24,7 +24,7 @@ from data_prep.files import is_transient, printable
 from data_prep.resize import resize_area
 
 MAX_PIXELS = 100_000_000  # of one source image; checked in the header, before memory is taken
-MAX_WEBP_PIXELS = 64_000_000  # its decoder takes twice the memory per pixel of the others
+MAX_WEBP_PIXELS = 64_000_000  # and of AVIF: their decoders take twice the memory per pixel of the others
 
 # One bit each in the `flags` column. Append only: old data sets keep their meaning.
 CONVERSIONS = (
@@ -45,6 +45,7 @@ CONVERSIONS = (
 # Names of images, those of pictures that are not read among them: to be named, not skipped.
 _SUFFIXES = "jpg jpeg png webp bmp gif jpe jfif tif tiff heic heif avif jxl jp2 dng cr2 cr3 nef arw orf raf rw2"
 IMAGE_SUFFIXES = tuple(f".{suffix}" for suffix in _SUFFIXES.split())
+_SYSTEM_FOLDERS = frozenset(("__macosx", "@eadir", "$recycle.bin"))
 TINY_SIDE = 8  # pixels; images with a shorter side are used, but counted
 
 _OTHER_FORMATS = (b"II", b"MM\0", b"FUJIFILM", b"\0\0\0\x0cJXL", b"\xff\x0a", b"\0\0\0\x0cjP")  # and what says ftyp
@@ -55,8 +56,9 @@ _PNG_CHUNKS = (  # that matter beside the critical ones: transparency, frames, a
     *(b"tRNS", b"acTL", b"fcTL", b"fdAT", b"eXIf"),
     *(b"iTXtXML:com.adobe.xmp\0\0", b"tEXtRaw profile type exif\0", b"zTXtRaw profile type exif\0"),
 )
-_ORIENTATION_MARKS = (b"Exif\0\0", b"tiff:Orientation", b"eXIf", b"EXIF", b"Raw profile type exif")  # JPEG: two
-_FORMAT_OF_SUFFIX = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "gif": "GIF", "bmp": "BMP", "webp": "WEBP"}
+_ORIENTATION_MARKS = (b"Exif\0\0", b"tiff:Orientation")  # in a JPEG; in other formats these too:
+_MORE_MARKS = (b"eXIf", b"EXIF", b"Raw profile type exif", b"irot", b"imir")
+_FORMAT_OF_SUFFIX = {"jpg": "JPEG", "jpeg": "JPEG"} | {s: s.upper() for s in ("png", "gif", "bmp", "webp", "avif")}
 # EXIF orientation: steps along rows and columns that turn the stored pixels upright, from 5 on before a transposition.
 _UPRIGHT = {2: (1, -1), 3: (-1, -1), 4: (-1, 1), 5: (1, 1), 6: (-1, 1), 7: (-1, -1), 8: (1, -1)}
 
@@ -207,7 +209,7 @@ def _bare_png(data: bytes) -> bytes:
 def _orientation(data: bytes) -> int:
     """By EXIF or XMP; 1 (upright) where the image says nothing, or nothing that can be understood."""
     try:
-        marks = _ORIENTATION_MARKS[: 2 if data.startswith(_JPEG_MAGIC) else None]
+        marks = _ORIENTATION_MARKS + (() if data.startswith(_JPEG_MAGIC) else _MORE_MARKS)
         marked = any(mark in data for mark in marks)
         return int(_open(data).getexif().get(0x0112, 1)) if marked else 1
     except Exception:  # broken metadata harms no pixel
@@ -219,15 +221,17 @@ def _open(data: bytes) -> Image.Image:
         raise UnusableImage("empty", "the file has 0 bytes")
     content = io.BytesIO(_bare_png(data) if data.startswith(_PNG_MAGIC) else data)
     try:
-        image = Image.open(content, formats=("JPEG", "PNG", "GIF", "BMP", "WEBP"))
+        image = Image.open(content, formats=("JPEG", "PNG", "GIF", "BMP", "WEBP", "AVIF"))
     except UnidentifiedImageError:
         message = f"starts with {data[:16]!r}"
+        if data.startswith(b"version https://git-lfs"):
+            message = "a pointer of Git LFS; `git lfs pull` fetches the image"
         if data.startswith(_OTHER_FORMATS) or data[4:8] == b"ftyp":
-            message = f"HEIC, AVIF, JPEG XL, TIFF or camera raw ({message}); {_CONVERT}"
+            message = f"HEIC, damaged AVIF, JPEG XL, TIFF or camera raw ({message}); {_CONVERT}"
             raise UnusableImage("unsupported_format", message) from None
         is_damaged = data.startswith((_JPEG_MAGIC, _PNG_MAGIC))
         raise UnusableImage("corrupt_data" if is_damaged else "not_an_image", message) from None
-    _refuse_bomb(image.height, image.width, limit=MAX_WEBP_PIXELS if image.format == "WEBP" else MAX_PIXELS)
+    _refuse_bomb(image.height, image.width, limit=MAX_WEBP_PIXELS if image.format in ("WEBP", "AVIF") else MAX_PIXELS)
     return image
 
 
@@ -295,10 +299,15 @@ def is_image_name(path: str) -> bool:
     return path.lower().endswith(IMAGE_SUFFIXES)
 
 
+def begins_as_image(data: bytes) -> bool:
+    is_known = data.startswith((_JPEG_MAGIC + b"\xff", _PNG_MAGIC, b"GIF8", b"II*\0", b"MM\0*"))
+    return is_known or data[8:12] in (b"WEBP", b"heic", b"heix", b"mif1", b"avif")
+
+
 def is_hidden(path: str) -> bool:
-    """Whether it is a file that systems leave beside data (.DS_Store, ._photo.jpg, Thumbs.db, __MACOSX/...)."""
+    """Whether it is a file that systems leave beside data (.DS_Store, ._photo.jpg, Thumbs.db, @eaDir/...)."""
     *folders, name = path.lower().split("/")
-    is_system = name in ("thumbs.db", "desktop.ini") or "__macosx" in folders
+    is_system = name in ("thumbs.db", "desktop.ini") or not _SYSTEM_FOLDERS.isdisjoint(folders)
     return is_system or any(part.startswith(".") and part not in (".", "..") for part in (*folders, name))
 
 

@@ -38,6 +38,7 @@ from data_prep.sources.base import (
     UnusableSource,
     as_text,
     split_files,
+    split_words,
 )
 
 NUM_GLOW_TEST, NUM_CELEBAHQ = 3_000, 30_000
@@ -69,6 +70,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class Plan:
+    config: DataConfig  # with `exif` decided
     source: Source
     photos: dict[str, list[str]]  # split -> item keys
     shards: list[ShardPlan]
@@ -116,6 +118,7 @@ def make_plan(config: DataConfig, source: Source) -> Plan:
     ingredients = [deciding, source.name, source.listing_hash, versions]
     plan_hash = hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
     return Plan(
+        config=config,
         source=source,
         photos={split: [item.key for item in items] for split, items in by_split.items()},
         shards=shards,
@@ -254,7 +257,7 @@ def describe_splits(config: DataConfig, source: Source) -> str:
     if config.split != "auto":
         return f"by split={config.split}" + (", not the source's own" if given else "")
     if not given:
-        names = "only folders or files named train, and valid or test, are splits; lists need split=file"
+        names = "splits are folders or files named train, and valid or test, or lists of every image; else split=file"
         return "drawn by the seed" + (f", not by {source.split_like} ({names})" if source.split_like else "")
     return f"the source's own {' and '.join(given)}; num_*_photos apply to others only (split=by_photo: to all)"
 
@@ -320,14 +323,17 @@ def _celeba_partition(config: DataConfig, root: str, items: list[Item]) -> dict[
 
 
 def _from_file(config: DataConfig, root: str, items: list[Item]) -> dict[str, str]:
-    split_of = {}
-    (lines,) = _lines(config, root)
-    for line in lines:
-        key, _, split = line.strip().replace(",", " ").rpartition(" ")
-        key = key.strip().strip('"')
+    split_of: dict[str, str] = {}
+    (lines,), keys = _lines(config, root), {item.key for item in items}
+    for number, line in enumerate(lines):
+        match = re.fullmatch(r'\s*"?(.+?)"?[\s,;]+"?(\w+)"?\s*', line)
+        key, split = (match[1], "/".join(split_words(match[2]))) if match else (line, "")
         if split not in SPLITS:
+            if number == 0 and key not in keys:
+                continue  # a header
             raise UnusableSource("split_mismatch", f"{config.split_file}: {line!r} names none of {', '.join(SPLITS)}")
-        split_of[key] = split
+        if split_of.setdefault(key, split) != split:
+            raise UnusableSource("split_mismatch", f"{config.split_file}: {key} is in {split_of[key]} and in {split}")
     missing = [item.key for item in items if item.key not in split_of]
     if missing or len(split_of) != len(items):
         first = f", such as {missing[0]}" if missing else ""

@@ -6,6 +6,7 @@ are needed, by name.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 from collections import Counter
@@ -13,7 +14,9 @@ from dataclasses import replace
 
 from data_prep.config import LAYOUTS, DataConfig
 from data_prep.files import printable
+from data_prep.images import begins_as_image
 from data_prep.sources.base import (
+    MAX_LOSS,
     Item,
     Listing,
     Reader,
@@ -36,9 +39,15 @@ BUILT_IN_PHOTOS = pathlib.Path(__file__).parents[1] / "demo_photos"
 
 _PLAIN = ("hf_parquet", "webdataset")  # whatever the data set
 _UNPACK, _EXPORT = "unpack them", "write their images as files, or into a WebDataset"
-_ARCHIVES = dict.fromkeys((".zip", ".gz", ".tgz", ".bz2", ".xz", ".rar", ".7z"), _UNPACK)  # and what to do with them
-_ARCHIVES |= dict.fromkeys((".npy", ".npz", ".mdb", ".lmdb", ".h5", ".hdf5", ".mat", ".arrow", ".tfrecord"), _EXPORT)
-_ARCHIVES |= {".parquet": "none of their columns holds encoded images", ".tar": "they do not begin with images"}
+_ARCHIVES = dict.fromkeys(".zip .gz .tgz .bz2 .xz .zst .rar .7z".split(), _UNPACK)  # and what to do with them
+_ARCHIVES |= dict.fromkeys(
+    ".npy .npz .mdb .lmdb .h5 .hdf5 .mat .arrow .tfrecord .tfrecords .pkl .pt .bin .rec".split(), _EXPORT
+)
+_ARCHIVES[".parquet"] = "none of their columns holds encoded images"
+_ARCHIVES[".tar"] = "they do not begin with images, or are compressed (source=webdataset reads all of them)"
+_ADVICE = _ARCHIVES | dict.fromkeys(".mp4 .mov .avi .mkv .webm".split(), "extract their frames")
+_ADVICE |= dict.fromkeys(".ppm .pgm .tga .psd .svg .exr".split(), "convert them to JPEG or PNG")
+_MAX_SUFFIXES = 50  # of which a file is looked into
 
 
 def describe() -> list[tuple[str, str, str]]:
@@ -73,11 +82,18 @@ def find(config: DataConfig) -> Source:
     paths = {file.path for file in used}
     left = [file.path for file in listing.files if file.path not in paths]
     found.skipped += Counter(map(_kind, left)) + Counter(not_a_data_file=listing.num_hidden)
+    if not found.items:
+        reasons = Counter(rejected.reason for rejected in found.rejected)
+        counts = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "its files are empty"
+        raise Unplannable(f"root is {listing.root!r}; {name} finds no usable image in it: {counts}")
     if config.source == "auto":
         images = [path for path in left if is_image_name(path)]
         choice = f"source={name}" + (" or source=folder" if name != "folder" else "")
         num_images = len(found.items) + len(found.rejected) + len(images)
         refuse_loss(images, num_images, what=f"images are not read by {name}", choice=choice)
+        if len(unnamed := _unnamed_images(listing, left)) > MAX_LOSS * num_images:
+            what = f"{len(unnamed)} files such as {unnamed[0]} are images whose names do not say so"
+            raise Unplannable(f"root is {listing.root!r}; {what}: rename them to .jpg, or set source={name}")
     if unread := [path for path in left if _kind(path) != "not_a_data_file"]:
         why += f"; left out: {unread[0]}" + (f" and {len(unread) - 1} more" if unread[1:] else "")
     for i, item in enumerate(found.items):
@@ -100,12 +116,30 @@ def find(config: DataConfig) -> Source:
 def _kind(path: str) -> str:
     if is_image_name(path):
         return "other_image"
-    return "other_archive" if path.lower().endswith(tuple(_ARCHIVES)) else "not_a_data_file"
+    return "other_archive" if _suffix(path) in _ARCHIVES else "not_a_data_file"
+
+
+def _suffix(path: str) -> str:
+    return os.path.splitext(path)[1].lower().partition("-")[0]  # x.tfrecord-00000-of-00128
+
+
+def _unnamed_images(listing: Listing, paths: list[str]) -> list[str]:
+    """Files that begin as images do, whatever their names say; the first one of a suffix stands for all of them."""
+    by_suffix: dict[str, list[str]] = {}
+    for path in paths:
+        if _kind(path) == "not_a_data_file":
+            by_suffix.setdefault(_suffix(path), []).append(path)
+    found: list[str] = []
+    for same in list(by_suffix.values())[:_MAX_SUFFIXES]:
+        with contextlib.suppress(UnusableSource), listing.open(same[0]) as stream:
+            found += same if begins_as_image(stream.read(16)) else []
+    return found
 
 
 def _is_split_like(path: str) -> bool:
     """Whether a folder's name, or that of a list, may mean a split."""
-    return any(map(split_words, path.split("/")[: None if path.endswith((".txt", ".csv", ".tsv", ".json")) else -1]))
+    is_list = path.endswith((".txt", ".lst", ".csv", ".tsv", ".json"))
+    return is_list and "split" in path.lower() or any(map(split_words, path.split("/")[: None if is_list else -1]))
 
 
 def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFile], str]:
@@ -116,7 +150,7 @@ def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFi
     """
     name, why = config.source, "named in the configuration"
     if name == "auto":
-        images = {file.path for file in listing.files if is_image_name(file.path)}
+        images = {file.path for file in listing.images}
         whys: dict[str, str] = {}
         for each in LAYOUTS:
             if each != "folder" and (text := layout(each).recognise(listing, config)):
@@ -141,9 +175,11 @@ def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFi
 
 def _what_is_there(listing: Listing) -> str:
     """For a folder without images: its commonest kinds of files, and what to do with those that may hold images."""
-    kinds = Counter(os.path.splitext(file.path)[1].lower() or "without a suffix" for file in listing.files)
+    kinds = Counter(_suffix(file.path) or "without a suffix" for file in listing.files)
     if not kinds:
         return "; it is empty"
-    advice = " and ".join(dict.fromkeys(_ARCHIVES[kind] for kind in kinds if kind in _ARCHIVES))
+    advice = " and ".join(dict.fromkeys(_ADVICE[kind] for kind in kinds if kind in _ADVICE))
+    if unnamed := _unnamed_images(listing, [file.path for file in listing.files]):
+        advice = f"{unnamed[0]} is an image: rename such files to .jpg"
     there = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(3))
     return f"; it has {there}" + (f": {advice}" if advice else "")

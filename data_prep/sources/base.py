@@ -13,7 +13,7 @@ import importlib
 import json
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -39,7 +39,7 @@ _WORDS = dict(train="train", training="train", val="valid", valid="valid", valid
 _WORDS |= dict(test="test", testing="test", eval="test", evaluation="test")
 # Hugging Face adds a hash for each file: train-00000-of-00002-2f8f6bfa852eac4b.parquet.
 _SERIES = re.compile(r"^(?P<series>.*)-(?P<index>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]{6,})?(?P<rest>[^/]*)$")
-_MAX_LOSS = 0.01  # of the images, that a reader which was not asked for may leave out
+MAX_LOSS = 0.01  # of the images, that a reader which was not asked for may leave out
 
 
 class UnusableSource(Unusable, ValueError):
@@ -96,6 +96,14 @@ class Listing:
     files: tuple[SourceFile, ...]  # sorted by path
     num_hidden: int
 
+    @functools.cached_property
+    def images(self) -> list[SourceFile]:
+        return [file for file in self.files if is_image_name(file.path)]
+
+    @functools.cached_property
+    def others(self) -> list[SourceFile]:
+        return [file for file in self.files if not is_image_name(file.path)]
+
     def open(self, path: str) -> pa.NativeFile:
         """A listed file for reading at any position. Raises UnusableSource when it is gone or may not be read."""
         with readable(path):
@@ -119,6 +127,14 @@ class Index:
     skipped: Counter[str] = field(default_factory=Counter)  # what is left out of the layout's files, by reason
     note: str = ""  # for people: what was chosen among several images of a sample
     seen: set[str] = field(default_factory=set)  # keys so far, where members of archives may repeat them
+
+    def with_images(self, has_images: dict[str, bool]) -> list[str]:
+        """Paths of the archives that hold images. The others are left out and named, unless none holds any."""
+        kept = [path for path, has in has_images.items() if has]
+        if kept and (others := [path for path, has in has_images.items() if not has]):
+            self.skipped["other_archive"] += len(others)
+            self.note += f"; no images in {', '.join(others[:3])}"
+        return kept or list(has_images)
 
     def reject(self, item: Item, reason: str, message: str) -> None:
         self.rejected.append(Rejected(item, reason, message))
@@ -168,14 +184,17 @@ def is_unsafe(name: str) -> bool:
     return name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/")
 
 
-def splits_of(paths: Collection[str], config: DataConfig, found: Index) -> dict[str, str | None]:
+def splits_of(
+    paths: Collection[str], config: DataConfig, found: Index, *, listed: Callable[[], dict[str, str]] = dict
+) -> dict[str, str | None]:
     """{path: its split, None where it has none} of what is read; the rest is counted in `found.skipped`.
 
     The folders, or the files, of one level name the splits: train with another one, or all of them alike. Images whose
-    own names do so count only when every one of them does. ImageNet is scored on its validation images; its test
-    images have no labels and are in no result. Raises Unplannable when too many are in none of the splits.
+    own names do so count only when every one of them does. Where no names do, `listed` gives {path: split} by lists.
+    ImageNet is scored on its validation images; its test images have no labels and are in no result. Raises
+    Unplannable when too many are in none of the splits.
     """
-    named = _named_splits(paths)
+    named = _named_splits(paths) or listed()
     if re.match("imagenet(?![a-z])", config.dataset):
         named = {path: {"train": "train", "valid": "test"}.get(split, "") for path, split in named.items()}
     outside = [path for path in paths if path not in named] if named and config.split == "auto" else []
@@ -209,7 +228,7 @@ def split_words(name: str) -> frozenset[str]:
 
 def refuse_loss(left_out: Sequence[str], num_images: int, *, what: str, choice: str) -> None:
     """Raises Unplannable when that many images would be left out by a guess; `choice`: settings that decide it."""
-    if len(left_out) > _MAX_LOSS * num_images:
+    if len(left_out) > MAX_LOSS * num_images:
         counts = f"{len(left_out)} of {num_images} {what}, such as {left_out[0]}"
         raise Unplannable(f"{choice.partition('=')[0]} is 'auto'; {counts}: set {choice}")
 
@@ -244,7 +263,7 @@ def choose_side(found: dict[str, int], config: DataConfig, *, source: str) -> in
 def as_text(data: bytes, *, path: str) -> str:
     """Raises UnusableSource."""
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         message = f"{path} is not text in UTF-8 (the first bad byte is number {error.start})"
         raise UnusableSource("corrupt_source_file", message) from None
@@ -292,7 +311,7 @@ def list_files(root: str) -> Listing:
             raise
         raise Unplannable(f"root is {root!r}; it cannot be opened: {' '.join(str(error).split())}") from None
     if not is_folder:
-        what = "there is no such folder" if folder is None else "it is not a folder"
+        what = "there is no such folder" if folder is None else "it is a file; name the folder that holds it"
         raise Unplannable(f"root is {root!r}; {what}")
     if problem is not None:
         raise Unplannable(f"root is {root!r}; {problem}")
@@ -338,7 +357,7 @@ def _first_file(root: str, names: tuple[str, ...]) -> tuple[str, bytes]:
         anywhere = "://" in name or name.startswith(("/", "~"))
         folder, file = parent(name) if anywhere else (root, name)
         store = open_store(folder)
-        if store.exists(file):
+        if (info := store.info(file)) is not None and not info.is_folder:
             with readable(name):
                 return name, store.read_bytes(file)
     raise UnusableSource("missing_file", f"{names[0]} is not below {root}")

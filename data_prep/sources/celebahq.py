@@ -26,7 +26,6 @@ from data_prep.sources.base import (
     UnusableSource,
     check_series,
     choose_side,
-    is_image_name,
     splits_of,
 )
 
@@ -44,18 +43,14 @@ _POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), bits reversed
 
 
 def recognise(listing: Listing, config: DataConfig) -> str | None:
-    records = next((file.path for file in listing.files if _RECORDS.search(file.path)), None)
-    if records is not None:
-        return f"it has {records}"
-    numbered = [path for file in used(listing, config) if _MASKS not in (path := file.path)]
-    return f"it has {numbered[0]}" if numbered and all(map(_FOLDER.search, numbered)) else None
+    found = [path for file in used(listing, config) if _MASKS not in (path := file.path)]
+    is_it = found and (_RECORDS.search(found[0]) or all(map(_FOLDER.search, found)))
+    return f"it has {found[0]}" if is_it else None
 
 
 def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
-    records = [file for file in listing.files if _RECORDS.search(file.path)]
-    return iter(
-        records or [f for f in listing.files if is_image_name(f.path) and (_NUMBERED.match(f.path) or _MASKS in f.path)]
-    )
+    records = [file for file in listing.others if _RECORDS.search(file.path)]
+    return iter(records or [f for f in listing.images if _NUMBERED.match(f.path) or _MASKS in f.path])
 
 
 def index(listing: Listing, config: DataConfig) -> Index:

@@ -15,7 +15,7 @@ import numpy as np
 from data_prep import images
 from data_prep.config import DataConfig
 from data_prep.sources import imagenet_box
-from data_prep.sources.base import CHW, Index, Item, Listing, SourceFile, UnusableSource, is_image_name
+from data_prep.sources.base import CHW, Index, Item, Listing, SourceFile, UnusableSource
 
 LAYOUT = """data_batch_1.bin ... data_batch_5.bin and test_batch.bin, or the Python version without .bin, or
 train/airplane/*.png ... and test/; Hugging Face's Parquet is source hf_parquet"""
@@ -45,8 +45,8 @@ def recognise(listing: Listing, config: DataConfig) -> str | None:
 
 
 def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
-    batches = [file for file in listing.files if _BATCH.search(file.path)]
-    return iter(batches or [file for file in listing.files if _is_png(file.path)])
+    batches = [file for file in listing.others if _BATCH.search(file.path)]
+    return iter(batches or [file for file in listing.images if _PNG.search(file.path)])
 
 
 def index(listing: Listing, config: DataConfig) -> Index:
@@ -79,11 +79,8 @@ def _add_binary(found: Index, file: SourceFile, name: str, split: str, data: byt
     labels = np.frombuffer(data, np.uint8)[:: 1 + _PIXELS].tolist()
     for row, label in enumerate(labels):
         offset = row * (1 + _PIXELS) + 1
-        item = Item(f"{name}#{row:05d}", file.path, _PIXELS, offset, label=label, split=split, layout=CHW)
-        if label < len(CLASSES):
-            found.items.append(item)
-        else:
-            found.reject(item, "bad_label", f"its label is {label}, there are {len(CLASSES)} classes")
+        key = f"{name}#{row:05d}"
+        found.items.append(Item(key, file.path, _PIXELS, offset, label=label, split=split, layout=CHW))
 
 
 def _png(file: SourceFile) -> Item:
@@ -91,7 +88,3 @@ def _png(file: SourceFile) -> Item:
     assert match is not None
     key, label = file.path[match.start() :].lstrip("/"), CLASSES.index(match["label"])
     return Item(key, file.path, file.size, label=label, split=match["split"])
-
-
-def _is_png(path: str) -> bool:
-    return is_image_name(path) and bool(_PNG.search(path))

@@ -53,14 +53,16 @@ def recognise(listing: Listing, config: DataConfig) -> str | None:
 
 
 def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
-    return (file for file in listing.files if file.path.endswith(".parquet"))
+    return (file for file in listing.others if file.path.lower().endswith(".parquet"))
 
 
 def index(listing: Listing, config: DataConfig) -> Index:
-    found = Index()
-    paths = [file.path for file in listing.files]
-    check_series(paths)
-    for path, split in splits_of(paths, config, found).items():
+    found, has_images = Index(), {}
+    check_series(file.path for file in listing.files)
+    for path in (file.path for file in listing.files):
+        with _damage_named(path), listing.open(path) as stream:
+            has_images[path] = bool(image_columns(_open(stream, path).schema_arrow))
+    for path, split in splits_of(found.with_images(has_images), config, found).items():
         with _damage_named(path), listing.open(path) as stream, _open(stream, path) as file:
             _refuse_rows(file, stream.size(), path)
             _add_rows(found, file, stream, path, split, _chosen(file.schema_arrow, path, config, found))

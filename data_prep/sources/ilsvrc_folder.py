@@ -7,13 +7,13 @@ whichever list lies beside them, and are null without one. The devkit's numbers 
 
 from __future__ import annotations
 
-import csv
-import io
+import itertools
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from data_prep.config import DataConfig
-from data_prep.sources.base import Index, Item, Listing, SourceFile, UnusableSource, is_image_name
+from data_prep.sources.base import Index, Item, Listing, SourceFile
 
 SYNSET = re.compile(r"n\d{8}")
 
@@ -37,16 +37,16 @@ def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
     """Of ImageNet itself, Kaggle's test images too, which have no labels and are in no result."""
     test = "|test/[^/]+" if config.dataset.startswith("imagenet") else ""
     own = re.compile(rf"{re.escape(_top(listing))}(train/n\d{{8}}/[^/]+|val/(n\d{{8}}/)?[^/]+{test})")
-    return (f for f in listing.files if is_label_file(f.path) or (is_image_name(f.path) and own.fullmatch(f.path)))
+    labels = (file for file in listing.others if is_label_file(file.path))
+    return itertools.chain(labels, (file for file in listing.images if own.fullmatch(file.path)))
 
 
 def index(listing: Listing, config: DataConfig) -> Index:
     found, top = Index(), _top(listing)
     by_split: dict[str, list[tuple[str, SourceFile]]] = {"train": [], "val": [], "test": []}
-    for file in listing.files:
-        if not is_label_file(file.path):
-            split, _, name = file.path.removeprefix(top).partition("/")
-            by_split[split].append((name, file))  # its name below train/ or val/
+    for file in listing.images:
+        split, _, name = file.path.removeprefix(top).partition("/")
+        by_split[split].append((name, file))  # its name below train/ or val/
     number = class_numbers({name.split("/")[0] for name, _ in by_split["train"]})
     flat = [name for name, _ in by_split["val"] if "/" not in name]
     labels = val_labels(listing, flat, train_synsets=set(number)) if flat else {}
@@ -60,7 +60,7 @@ def index(listing: Listing, config: DataConfig) -> Index:
 
 
 def _first_train(listing: Listing) -> re.Match | None:
-    return next((m for file in listing.files if is_image_name(file.path) and (m := _TRAIN.match(file.path))), None)
+    return next((m for file in listing.images if (m := _TRAIN.match(file.path))), None)
 
 
 def _top(listing: Listing) -> str:
@@ -78,56 +78,23 @@ def is_label_file(path: str) -> bool:
     return bool(name in (_SYNSET_LINES, _KAGGLE) or pairs)
 
 
-def val_labels(listing: Listing, names: list[str], *, train_synsets: set[str]) -> dict[str, int]:
-    """{file name: label}; empty when the listing has no list of labels.
+def val_labels(listing: Listing, names: list[str], *, train_synsets: set[str]) -> dict[str, Any]:
+    """{file name: label} of the validation images with these names, as far as a list in the listing gives labels.
 
-    `names`: file names of the validation images. `train_synsets` with those of the list are the classes. Raises
-    UnusableSource: label_count_mismatch; bad_label.
+    The classes are `train_synsets` with the list's; numbers (Caffe's val.txt) are taken as they are.
     """
-    paths = {file.path.rpartition("/")[2]: file.path for file in listing.files if is_label_file(file.path)}
-    if _KAGGLE in paths:
-        where = paths[_KAGGLE]
-        lines = list(csv.reader(io.StringIO(listing.text(where))))[1:]  # ImageId,Prediction
-        pairs = {f"{line[0]}.JPEG": line[1].split()[0] for line in lines if len(line) == 2 and line[1].split()}
-        found = _by_name(pairs, names, where)
-    elif _SYNSET_LINES in paths:
-        where = paths[_SYNSET_LINES]
-        found = _by_order(listing.text(where).split(), sorted(names), where)
-    elif paths:
-        where = paths[min(paths)]
-        lines = [re.split(r"[\s,]+", line.strip()) for line in listing.text(where).splitlines()]
-        pairs = {line[0].rpartition("/")[2]: line[1] for line in lines if len(line) > 1 and line[0].endswith(".JPEG")}
-        found = _by_name(pairs, names, where)
-    else:
+    paths = {file.path.rpartition("/")[2]: file.path for file in listing.others if is_label_file(file.path)}
+    if not paths:
         return {}
-    return _numbers(found, train_synsets, where)
-
-
-def _by_order(values: list[str], names: list[str], where: str) -> dict[str, str]:
-    if len(values) != len(names):
-        message = f"{where} has {len(values)} labels; there are {len(names)} validation images"
-        raise UnusableSource("label_count_mismatch", message)
-    return dict(zip(names, values, strict=True))
-
-
-def _by_name(pairs: dict[str, str], names: list[str], where: str) -> dict[str, str]:
-    missing = [name for name in names if name not in pairs]
-    if missing or len(pairs) != len(names):
-        first = f"; it has none for {missing[0]}" if missing else ""
-        message = f"{where} has {len(pairs)} labels; there are {len(names)} validation images{first}"
-        raise UnusableSource("label_count_mismatch", message)
-    return {name: pairs[name] for name in names}
-
-
-def _numbers(found: dict[str, str], train_synsets: set[str], where: str) -> dict[str, int]:
-    """Synsets to alphabetical numbers; lists that hold such numbers already (Caffe's val.txt) are taken as they are."""
-    if all(value.isdigit() for value in found.values()):
-        return {name: int(value) for name, value in found.items()}
-    bad = next((value for value in found.values() if not SYNSET.fullmatch(value)), None)
-    if bad is not None:
-        raise UnusableSource("bad_label", f"{where}: {bad!r} among the labels of the validation images is not a synset")
-    number = class_numbers(train_synsets | set(found.values()))
-    return {name: number[value] for name, value in found.items()}
+    first = next((name for name in (_KAGGLE, _SYNSET_LINES) if name in paths), min(paths))
+    lines = listing.read(paths[first]).decode(errors="replace").splitlines()
+    fields = [re.split(r"[\s,]+", line.strip()) for line in lines]
+    pairs = {line[0].rpartition("/")[2].removesuffix(".JPEG"): line[1] for line in fields if len(line) > 1}
+    if first == _SYNSET_LINES and len(lines) == len(names):
+        pairs = {name.removesuffix(".JPEG"): line[0] for name, line in zip(sorted(names), fields, strict=True)}
+    number = class_numbers(train_synsets | set(filter(SYNSET.fullmatch, pairs.values())))
+    found = {name: pairs[stem] for name in names if (stem := name.removesuffix(".JPEG")) in pairs}
+    return {name: int(text) if text.isdecimal() else number.get(text, text) for name, text in found.items()}
 
 
 def class_numbers(synsets: set[str]) -> dict[str, int]:

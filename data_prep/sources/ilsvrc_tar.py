@@ -29,7 +29,7 @@ def recognise(listing: Listing, config: DataConfig) -> str | None:
 
 
 def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
-    return (file for file in listing.files if _split(file.path) or is_label_file(file.path))
+    return (file for file in listing.others if _split(file.path) or is_label_file(file.path))
 
 
 def index(listing: Listing, config: DataConfig) -> Index:

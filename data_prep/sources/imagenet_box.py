@@ -34,7 +34,7 @@ def recognise(listing: Listing, config: DataConfig) -> str | None:
 
 
 def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
-    return (file for file in listing.files if _NAME.search(file.path))
+    return (file for file in listing.others if _NAME.search(file.path))
 
 
 def index(listing: Listing, config: DataConfig) -> Index:
@@ -87,7 +87,7 @@ def read_batch(stream: pa.NativeFile, *, path: str) -> Batch:
         return _read_npz(stream, path)
     data = stream.read()
     array, labels = _unpickle(data, path)
-    side = _check(array.shape, array.dtype, array.flags.c_contiguous, labels, path)
+    side = _check(array.shape, array.dtype, array.flags.c_contiguous, path)
     # Most writers leave an array's bytes in one piece; a protocol 2 pickle of Python 3 does not.
     at = data.find(array[:1].tobytes()) if len(array) else -1
     in_one_piece = 0 <= at <= len(data) - array.size and np.array_equal(
@@ -119,8 +119,8 @@ def _read_npz(stream: pa.NativeFile, path: str) -> Batch:
                         message = f"{path}: {labels_name} unfolds to more than {_MAX_LABELS_BYTES} bytes"
                         raise UnusableSource("decompression_bomb", message)
                     with archive.open(labels_name) as labels_member:
-                        labels = _as_labels(np.lib.format.read_array(labels_member, allow_pickle=False), path)
-                side = _check(shape, dtype, not fortran, labels, path)
+                        labels = _as_labels(np.lib.format.read_array(labels_member, allow_pickle=False), shape[0])
+                side = _check(shape, dtype, not fortran, path)
                 while member.read(1 << 22):  # to the end: zipfile compares the checksum there
                     pass
             offset = None
@@ -152,7 +152,7 @@ def _member_offset(stream: pa.NativeFile, info: zipfile.ZipInfo) -> int:
     return info.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
 
 
-def _check(shape: tuple, dtype: np.dtype, contiguous: bool, labels: list[int] | None, path: str) -> int:
+def _check(shape: tuple, dtype: np.dtype, contiguous: bool, path: str) -> int:
     """The side of the images."""
     if dtype.hasobject:
         raise UnusableSource("unsafe_pickle", f"{path}: data is an array of objects")
@@ -160,16 +160,13 @@ def _check(shape: tuple, dtype: np.dtype, contiguous: bool, labels: list[int] | 
     if not side or side * side * 3 != shape[1] or dtype != np.uint8 or not contiguous:
         message = f"{path}: data is {dtype} {shape}; it must be uint8, one row of 3 square planes for each image"
         raise UnusableSource("shape_mismatch", message)
-    if labels is not None and len(labels) != shape[0]:
-        raise UnusableSource("shape_mismatch", f"{path}: {shape[0]} images and {len(labels)} labels")
     return side
 
 
-def _as_labels(values: Any, path: str) -> list[int]:
+def _as_labels(values: Any, num_rows: int) -> list[int] | None:
+    """None unless they are a number for each image: no model needs them."""
     array = np.asarray(values)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise UnusableSource("shape_mismatch", f"{path}: labels are {array.dtype} {array.shape}; they must be numbers")
-    return array.tolist()
+    return array.tolist() if array.shape == (num_rows,) and array.dtype.kind in "iu" else None
 
 
 def _unpickle(data: bytes, path: str) -> tuple[np.ndarray, list[int] | None]:
@@ -184,7 +181,7 @@ def _unpickle(data: bytes, path: str) -> tuple[np.ndarray, list[int] | None]:
     array = values.get("data")
     if not isinstance(array, np.ndarray):
         raise UnusableSource("shape_mismatch", f"{path}: it has no array called data")
-    return array, _as_labels(values["labels"], path) if "labels" in values else None
+    return array, _as_labels(values.get("labels"), len(array))
 
 
 class _DType:

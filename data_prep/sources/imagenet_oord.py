@@ -24,11 +24,12 @@ def recognise(listing: Listing, config: DataConfig) -> str | None:
 
 
 def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
-    return (file for file in listing.files if _match(file))
+    tars = (file for file in listing.others if file.path.endswith(".tar"))
+    return (file for file in (*tars, *listing.images) if _NAME.search(file.path))
 
 
 def index(listing: Listing, config: DataConfig) -> Index:
-    matches = {file.path: (file, match) for file in listing.files if (match := _match(file))}
+    matches = {file.path: (file, match) for file in listing.files if (match := _NAME.search(file.path))}
     sides = {path: int(match["side"]) for path, (_, match) in matches.items()}
     found = Index(side=choose_side(sides, config, source="imagenet_oord"))
     for path, (file, match) in matches.items():
@@ -47,11 +48,6 @@ def index(listing: Listing, config: DataConfig) -> Index:
                 item = Item(key, path, member.size, offset=member.offset, split=_SPLITS[match["split"]])
                 add_member(found, member, item)
     return found
-
-
-def _match(file: SourceFile) -> re.Match | None:
-    match = _NAME.search(file.path)
-    return match if file.path.endswith(".tar") or is_image_name(file.path) else None
 
 
 def _key(split: str, name: str) -> str:

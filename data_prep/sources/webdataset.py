@@ -51,26 +51,29 @@ class _Sample:
 
 
 def recognise(listing: Listing, config: DataConfig) -> str | None:
-    """The first tar decides that has members; one that is damaged before them is named when all are read."""
+    """The first tar that begins with an image; one that is damaged before it is named when all are read."""
     for file in used(listing, config):
         with contextlib.suppress(UnusableSource), listing.open(file.path) as stream:
             first = itertools.islice(members(stream, path=file.path, allow_truncated=True), 8)
-            if names := [member.name for member in first if not is_side_file(member.name)]:
-                return f"{file.path} has {' and '.join(names[:2])}" if any(map(is_image_name, names)) else None
+            names = [member.name for member in first if not is_side_file(member.name)]
+            if any(map(is_image_name, names)):
+                return f"{file.path} has {' and '.join(names[:2])}"
     return None
 
 
 def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
-    return (file for file in listing.files if file.path.endswith(".tar"))
+    return (file for file in listing.others if file.path.lower().endswith(".tar"))
 
 
 def index(listing: Listing, config: DataConfig) -> Index:
-    found, samples = Index(), []
-    paths = [file.path for file in listing.files]
-    check_series(path.removesuffix(".tar") for path in paths)
-    for path, split in splits_of(paths, config, found).items():
+    found, of_tar = Index(), {}
+    check_series(file.path[: -len(".tar")] for file in listing.files)
+    for path in (file.path for file in listing.files):
         with listing.open(path) as stream:
-            samples += [(path, split, sample) for sample in _samples(found, stream, path, config)]
+            of_tar[path] = _samples(found, stream, path, config)
+    paths = found.with_images({path: any(s.images() for s in samples) for path, samples in of_tar.items()})
+    split_of = splits_of(paths, config, found)
+    samples = [(path, split, sample) for path, split in split_of.items() for sample in of_tar[path]]
     chosen = _chosen([sample for _, _, sample in samples], config, found)
     for path, split, sample in samples:
         images = sample.images()
@@ -86,24 +89,23 @@ def index(listing: Listing, config: DataConfig) -> Index:
     return found
 
 
-def _samples(found: Index, stream: pa.NativeFile, path: str, config: DataConfig) -> Iterator[_Sample]:
+def _samples(found: Index, stream: pa.NativeFile, path: str, config: DataConfig) -> list[_Sample]:
     allow = config.allow_truncated_archive
     every = list(members(stream, path=path, allow_truncated=allow, wants=lambda name: name.endswith((".cls", ".json"))))
     own = [member for member in every if not is_side_file(member.name)]
     found.skipped["not_a_data_file"] += len(every) - len(own)
     cut = _cutter([member.name for member in own])
-    sample = _Sample("")
+    by_name: dict[str, list[_Sample]] = {}  # several where a name is there again
     for member in own:
         name, field = cut(member.name)
-        if sample.key != f"{path}/{name}" or field in sample.members:
-            if sample.members:
-                yield sample
-            sample = _Sample(f"{path}/{name}")
+        same = by_name.setdefault(name, [_Sample(f"{path}/{name}")])
+        if field in same[-1].members:
+            same.append(_Sample(f"{path}/{name}"))
+        sample = same[-1]
         if member.data is not None and field in ("cls", "json"):
             sample.label = _label(field, member.data, sample.label)
         sample.members[field] = replace(member, data=None)
-    if sample.members:
-        yield sample
+    return [sample for same in by_name.values() for sample in same]
 
 
 def _cutter(names: list[str]) -> Callable[[str], tuple[str, str]]:

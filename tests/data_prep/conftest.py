@@ -47,7 +47,9 @@ def written() -> Callable[..., tuple]:
         from data_prep.plan import make_plan
 
         plan = make_plan(config, sources.find(config))
-        options = dict(config=config, source=(plan.source.name, plan.source.root), out=str(out), plan_hash=plan.hash)
+        options = dict(
+            config=plan.config, source=(plan.source.name, plan.source.root), out=str(out), plan_hash=plan.hash
+        )
         answers = [write_shard({"shard": pickle.dumps(shard)}, **options) for shard in plan.shards]
         return plan, [json.loads(answer["sidecar"]) for answer in answers]
 

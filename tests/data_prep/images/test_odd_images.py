@@ -167,6 +167,7 @@ def test_every_place_that_says_an_orientation_is_heeded() -> None:
         png[:-12] + chunk(b"eXIf", exif.tobytes()[6:]) + png[-12:],
         jpeg[:2] + far + jpeg[2:],
         jpeg[:2] + segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0" + xmp) + jpeg[2:],
+        encoded(rgb_image(), "AVIF", exif=exif),  # it takes the orientation out of `exif`
     ]:
         found = images.decode(data, profile="accurate", exif="apply")
         assert np.array_equal(
@@ -222,6 +223,7 @@ def seeds() -> Iterator[bytes]:
         (rgb, "BMP", {}),
         (rgb.quantize(16), "BMP", {}),
         (rgb.convert("1"), "BMP", {}),
+        (rgb, "AVIF", dict(exif=exif)),
     ]:
         yield encoded(image, kind, **options)
     for factors in ([(1, 4), (1, 1), (1, 1)], [(1, 3), (1, 1), (1, 1)], [(2, 1), (1, 1), (1, 1), (2, 1)]):

@@ -69,7 +69,7 @@ def test_contradictions_are_named():
 def test_file_names_the_split_of_every_image(tmp_path: pathlib.Path):
     found = [Item(key, key, 1) for key in ("a.png", "b c.png", "d.png")]
     path = tmp_path / "splits.csv"
-    path.write_text('a.png,train\n"b c.png",test\n\nd.png train\n')
+    path.write_text('\ufeffkey,split\na.png,"train"\n"b c.png",testing\n\nd.png\ttrain\n')
     for name in ("splits.csv", str(path), path.as_uri()):
         rule = config(split="file", split_file=name)
         assert sizes(rule, found, str(tmp_path)) == {"train": 2, "valid": 0, "test": 1}
@@ -79,13 +79,16 @@ def test_file_names_the_split_of_every_image(tmp_path: pathlib.Path):
         ("a.png,train\n", "names 1 images, the source has 3, 2 of them without a split, such as b c.png"),
         ("a.png,train\nb c.png,test\nd.png,train\ne.png,train\n", "names 4 images, the source has 3"),
         ("a.png,holdout\n", "'a.png,holdout' names none of train, valid, test"),
+        ("a.png,train\na.png,test\n", "a.png is in train and in test"),
     ]:
         path.write_text(text)
         with pytest.raises(UnusableSource, match=f"split_mismatch.*{message}"):
             sizes(rule, found, str(tmp_path))
     path.unlink()
-    with pytest.raises(Unplannable, match="^split_file is 'splits.csv'; there is no such file"):
-        sizes(rule, found, str(tmp_path))
+    for make in (lambda: None, path.mkdir):
+        make()
+        with pytest.raises(Unplannable, match="^split_file is 'splits.csv'; there is no such file"):
+            sizes(rule, found, str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -102,10 +102,6 @@ def test_official_files_give_the_official_pixels(shared: pathlib.Path, rendered:
 def test_damage_is_named(tmp_path: pathlib.Path, originals: dict):
     write(tmp_path / "raw", originals, "binary")
     path = tmp_path / "raw" / "data_batch_1.bin"
-    good = path.read_bytes()
-    path.write_bytes(good[:-1])
+    path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UnusableSource, match="corrupt_source_file: data_batch_1.bin: 122919 bytes"):
         sources.find(config(tmp_path / "raw"))
-    path.write_bytes(bytes([11]) + good[1:])
-    found = sources.find(config(tmp_path / "raw"))
-    assert [(r.item.key, r.reason) for r in found.rejected] == [("data_batch_1#00000", "bad_label")]

@@ -26,7 +26,6 @@ from data_prep.files import Store
 from data_prep.plan import make_plan
 from data_prep.sources.base import Unplannable, UnusableSource
 
-NAMES = [f"ILSVRC2012_val_{i:08d}.JPEG" for i in (1, 2)]
 PARTITION, MAPPING = "list_eval_partition.txt", "CelebA-HQ-to-CelebA-mapping.txt"
 MAPPED = "idx orig_idx orig_file\n0 0 000001.jpg\n1 1 000002.jpg\n"
 NO_TEXT = b"\xff\xfe1\n2\n"
@@ -35,16 +34,6 @@ NO_TEXT = b"\xff\xfe1\n2\n"
 def config(root: pathlib.Path, **changes: object) -> DataConfig:
     good = dict(dataset="pictures", image_size=16, resolutions=[16], bits=[8])
     return DataConfig(**{**good, "root": str(root), **changes})
-
-
-def validation_images(root: pathlib.Path, jpegs: list) -> DataConfig:
-    synset, data = jpegs[0]
-    (root / "train" / synset).mkdir(parents=True)
-    (root / "train" / synset / "1.JPEG").write_bytes(data)
-    (root / "val").mkdir()
-    for name in NAMES:
-        (root / "val" / name).write_bytes(data)
-    return config(root)
 
 
 def photos(root: pathlib.Path, jpegs: list) -> DataConfig:
@@ -89,13 +78,6 @@ CASES: dict[str, tuple[Callable, dict[str, bytes], str]] = {
     ),
     "mapping is empty": (faces, {PARTITION: b"000001.jpg 0\n", MAPPING: b"\n"}, f"{MAPPING} has no columns idx and"),
     "mapping is cut": (faces, {PARTITION: b"000001.jpg 0\n", MAPPING: MAPPED[:40].encode()}, "1.jpg: the mapping and"),
-    "kaggle is not text": (validation_images, {"LOC_val_solution.csv": NO_TEXT}, "LOC_val_solution.csv is not text"),
-    "pairs are no text": (validation_images, {"val.txt": NO_TEXT}, "val.txt is not text in UTF-8"),
-    "no synset": (
-        validation_images,
-        {"imagenet_2012_validation_synset_labels.txt": b"n01440764\nfish\n"},
-        "imagenet_2012_validation_synset_labels.txt: 'fish' among the labels",
-    ),
     "method of compression": (nothing, {BATCH: arrays(compression=99)}, f"{BATCH}: That compression method"),
     "compressed bytes": (nothing, {BATCH: arrays(cut=True)}, f"{BATCH}: "),
 }

@@ -34,7 +34,7 @@ def write(root: pathlib.Path, *paths: str, side: int = 8) -> pathlib.Path:
     Image.new("RGB", (side, side)).save(buffer, "PNG")
     for path in paths:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_bytes(buffer.getvalue())
+        (root / path).write_bytes(b"" if path.endswith((".txt", ".json")) else buffer.getvalue())
     return root
 
 
@@ -127,8 +127,49 @@ def test_the_build_says_where_the_splits_come_from(tmp_path: pathlib.Path):
     assert said(*own, num_valid_photos=1).startswith("the source's own test; num_*_photos apply to others only")
     assert said(*own, split="by_photo") == "by split=by_photo, not the source's own"
     assert said("a/0.png") == "drawn by the seed"
-    assert "drawn by the seed, not by a/test/0.png (only folders or" in said("a/test/0.png", "a/b/0.png")
+    assert "drawn by the seed, not by a/test/0.png (splits are folders or" in said("a/test/0.png", "a/b/0.png")
     assert "not by train_test_split.txt (" in said("a.png", "train_test_split.txt")
+    assert "not by split.json (" in said("a.png", "split.json")
+
+
+@pytest.mark.parametrize(
+    ("lists", "expected"),
+    [
+        ({"train.txt": "a/0.png\na/1.png\n", "test.txt": "b/2.png\n"}, {"train": 2, "test": 1}),
+        ({"meta/train.lst": "\ufeff0 7\r\n1 8\r\n", "meta/val.lst": "2 9\r\n"}, {"train": 2, "valid": 1}),
+        ({"train.csv": 'file,label\n"0.png",x y\n1.png,z\n', "valid.csv": "file\n2.png\n"}, {"train": 2, "valid": 1}),
+        ({"cat_train.txt": "0 1\n1 -1\n", "dog_train.txt": "0\n1\n", "dog_val.txt": "2\n"}, {"train": 2, "valid": 1}),
+        ({"train.txt": "0\n1\n", "test.txt": "1\n2\n"}, {None: 3}),
+        ({"train.txt": "0\n", "test.txt": "2\n"}, {None: 3}),
+        ({"train.txt": "0\n1\n", "test.txt": "2\n3\n"}, {None: 3}),
+        ({"train.txt": "0\n1\n2\n", "trainval.txt": "0\n"}, {None: 3}),
+        ({"train.txt": "0\n1\n", "test.txt": b"\xff"}, {None: 3}),
+    ],
+)
+def test_lists_are_splits_if_they_name_every_image_once(tmp_path: pathlib.Path, lists: dict, expected: dict):
+    write(tmp_path, "a/0.png", "a/1.png", "b/2.png")
+    for name, text in lists.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    found = sources.find(config(tmp_path))
+    assert splits(found) == expected
+    assert ("; splits by" in found.why, found.skipped.get("not_a_data_file", 0)) == (
+        (True, 0) if None not in expected else (False, len(lists))
+    )
+    before = sources.identify(config(tmp_path))
+    (tmp_path / next(iter(lists))).write_text("")
+    assert sources.identify(config(tmp_path)) != before
+
+
+def test_images_whose_names_do_not_say_so_are_no_silent_loss(tmp_path: pathlib.Path):
+    write(tmp_path, "a.png", "b", "c.png_large", "notes.txt")
+    (tmp_path / "notes.txt").write_text("II. Text")
+    with pytest.raises(Unplannable, match="2 files such as b are images whose names do not say so: rename them"):
+        sources.find(config(tmp_path))
+    assert sources.find(config(tmp_path, source="folder")).skipped == {"not_a_data_file": 3}
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(Unplannable, match="; it has 1 without a suffix.*: b is an image: rename such files"):
+        sources.find(config(tmp_path))
 
 
 def test_archives_and_images_side_by_side(tmp_path: pathlib.Path):
@@ -146,6 +187,24 @@ def test_archives_and_images_side_by_side(tmp_path: pathlib.Path):
         sources.find(config(tmp_path))
 
 
+def test_archives_without_images_are_named_and_left_out(tmp_path: pathlib.Path):
+    for split in ("train", "val"):
+        write_tar(tmp_path / "tars" / f"{split}.TAR", "0.jpg", "0.cls", "1.jpg")
+        write_table(tmp_path / "tables" / f"{split}.parquet", "image")
+    write_tar(tmp_path / "tars" / "annotations.tar", *(f"{i}.xml" for i in range(20)))
+    pq.write_table(pa.table({"caption": ["x"]}), tmp_path / "tables" / "metadata.parquet")
+    for kind, name in (("tars", "annotations.tar"), ("tables", "metadata.parquet")):
+        found = sources.find(config(tmp_path / kind))
+        assert (splits(found), found.skipped) == ({"train": 2, "valid": 2}, {"other_archive": 1})
+        assert found.why.endswith(f"; no images in {name}")
+        for path in (tmp_path / kind).glob("[tv]*"):
+            path.unlink()
+    with pytest.raises(Unplannable, match="they do not begin with images"):
+        sources.find(config(tmp_path / "tars"))
+    with pytest.raises(Unplannable, match="webdataset finds no usable image in it: 20 missing_image"):
+        sources.find(config(tmp_path / "tars", source="webdataset"))
+
+
 def test_the_archive_of_task_3_is_named_and_left_out(tmp_path: pathlib.Path):
     write_tar(tmp_path / "ILSVRC2012_img_train.tar", "n01440764/a.JPEG")
     (tmp_path / "ILSVRC2012_img_train_t3.tar").write_bytes(b"not even a tar")
@@ -161,6 +220,7 @@ def test_the_archive_of_task_3_is_named_and_left_out(tmp_path: pathlib.Path):
         (["data.mdb", "lock.mdb"], "it has 2 .mdb: write their images as files"),
         (["x.npy"], "it has 1 .npy: write their images"),
         (["x.tar.gz", "y.npy"], "it has 1 .gz, 1 .npy: unpack them and write their images"),
+        (["x.tfrecord-00000-of-00001", "y.MOV"], "it has 1 .tfrecord, 1 .mov: write .* and extract their frames"),
         ([], "it is empty"),
     ],
 )

@@ -72,7 +72,7 @@ def test_unusable_folders_are_said_in_one_line(tmp_path: pathlib.Path):
     (tmp_path / "notes.txt").write_text("x")
     cases = [
         (tmp_path / "missing", "no such folder"),
-        (tmp_path / "notes.txt", "not a folder"),
+        (tmp_path / "notes.txt", "it is a file; name the folder"),
         (tmp_path, "no images"),
         ("nonsense://bucket/images", "cannot be opened"),
     ]
