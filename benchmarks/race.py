@@ -269,7 +269,7 @@ def _step_seconds(
 ) -> float:
     """Compiles and warms up, then times steps; what was trained here is thrown away."""
     device = next(state.model.parameters()).device.type
-    for timed in (5, 20):
+    for timed in (5, 20, 40):
         _wait(device)
         began = time.perf_counter()
         for _ in range(timed):
