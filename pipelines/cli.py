@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from data_prep.files import FULL_DISK, UserError, printable
+from data_prep.files import FULL_DISK, Store, UserError, open_store, printable
 from pipelines import cluster, inspection, pipeline
 from pipelines.config import ExperimentConfig, UserImages, stage_names, train_node
 from pipelines.dag.fingerprint import canonical
@@ -140,6 +140,37 @@ def _load(arguments: argparse.Namespace) -> ExperimentConfig:
     if "data.root" not in map(key_of, arguments.overrides):
         check_photos(config)
     return config
+
+
+def compress(arguments: argparse.Namespace) -> int:
+    target, split = _output(arguments, "FILE"), "split=test"
+    is_split = split in arguments.overrides
+    arguments.overrides = [word for word in arguments.overrides if word != split]
+    config = _load(arguments)
+    if is_split == (config.images is not None):
+        raise UserError(f"compress.py takes either images=FILE, FOLDER or 'PATTERN', or {split}")
+    from pipelines import compression  # torch
+
+    return compression.compress(config, target, check=not arguments.no_check)
+
+
+def decompress(arguments: argparse.Namespace) -> int:
+    target, config = _output(arguments, "FOLDER"), load(arguments.config, arguments.overrides)
+    from pipelines import compression  # torch
+
+    return compression.decompress(config, arguments.file, target)
+
+
+def _output(arguments: argparse.Namespace, what: str) -> Store:
+    """Where the word out=..., which is no setting of the config, says that a command writes; nothing is there yet."""
+    words = [word for word in arguments.overrides if word.startswith("out=")]
+    arguments.overrides = [word for word in arguments.overrides if word not in words]
+    if not words:
+        raise UserError(f"out is missing; out={what} says where to write")
+    store = open_store(words[-1].removeprefix("out="))
+    if store.info() is not None:
+        raise UserError(f"out: {store.uri} exists; remove it or choose another name")
+    return store
 
 
 def _config_of_pipeline(arguments: argparse.Namespace) -> ExperimentConfig:

@@ -254,19 +254,19 @@ def _roots(store: Store, config: ExperimentConfig) -> tuple[str | None, str]:
 
 
 @contextlib.contextmanager
-def reading(store: Store, *, what: str = "read") -> Iterator[None]:
+def reading(store: Store, *, what: str = "read the run folder") -> Iterator[None]:
     try:
         with naming_full_disk(store.uri):
             yield
     except OSError as error:
         if error.errno in FULL_DISK:
             raise
-        raise UserError(f"cannot {what} the run folder {store.uri}: {error.strerror or error}") from error
+        raise UserError(f"cannot {what} {store.uri}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
 def locked(lock: Lock) -> Iterator[None]:
-    with reading(lock.store, what="write to"):
+    with reading(lock.store, what="write to the run folder"):
         lock.acquire()
     try:
         yield

@@ -91,6 +91,7 @@ def sample_stage(
     precision: str = "float32",
     decoder: str = "auto",
     decoders: dict[Any, Decode] | None = None,
+    draws: Callable[..., Draws] = Draws,
     on_row: Callable[[], None] | None = None,
 ) -> Tensor:
     """Sample what one stage generates: an image [B, 3, H, W], or for a first_slice stage one slice [B, 3, h, w].
@@ -100,8 +101,9 @@ def sample_stage(
     [B, 3, k, w]: the first k rows of the first slice that is drawn, kept as they are. Both are prefixes of the order of
     generation, so what is drawn after them follows the model's exact conditional. precision, decoder: see
     `slice_decoder`; decoders: a dictionary that a caller who draws batch after batch keeps, since a GPU's are recorded
-    at their first use; they hold the weights as they were then. `on_row` is called after each row of
-    pixels of each slice. Raises ValueError for a temperature, top_p, precision or decoder out of range.
+    at their first use; they hold the weights as they were then. draws: what makes the draws of each slice, in order of
+    generation, instead of `Draws` (coding.py; plain decoder only). `on_row` is called after each row of pixels of each
+    slice. Raises ValueError for a temperature, top_p, precision or decoder out of range.
     """
     assert not model.training, "dropout would draw from another network than the one at hand"
     config, batch = model.config, len(uniform)
@@ -123,8 +125,8 @@ def sample_stage(
         with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu and precision == "bfloat16"):
             context = _context(model, known, index, given)
         kept = rows if number == num_known else None
-        draws = Draws(numbers[:, number], temperature=temperature, top_p=top_p, known=kept)
-        known[:, number] = decoders[key](context, draws, on_row=on_row)
+        drawn = draws(numbers[:, number], temperature=temperature, top_p=top_p, known=kept)
+        known[:, number] = decoders[key](context, drawn, on_row=on_row)
     if config.stage == "first_slice":
         return known[:, 0]
     return slices_to_image(known, config.scaling_factor)
@@ -166,6 +168,7 @@ def sample_chain(
     precision: str = "float32",
     decoder: str = "auto",
     decoders: dict[Any, Decode] | None = None,
+    draws: Callable[..., Draws] = Draws,
     on_row: Callable[[], None] | None = None,
 ) -> dict[str, Tensor]:
     """Sample images through all stages in order: {stage: what is known after it}.
@@ -173,8 +176,8 @@ def sample_chain(
     first_slice gives [B, 3, h, w] of d1 bits, size_upscale (or baseline) [B, 3, H, W] of d1 bits, each depth_upscale
     the image at its depth. models are in the order of generation; images are what seeds each image's draws. A chain may
     start later, from values that are kept: `slices` [B, k, 3, h, w] or `rows` [B, 3, k, W] for a size_upscale or
-    baseline that comes first (see `sample_stage`, also for precision, decoder and decoders), `image` [B, 3, H, W] for a
-    depth_upscale that comes first.
+    baseline that comes first (see `sample_stage`, also for precision, decoder, decoders and draws), `image`
+    [B, 3, H, W] for a depth_upscale that comes first.
     """
     known: dict[str, Tensor] = {}
     for stage, model in models.items():
@@ -191,6 +194,7 @@ def sample_chain(
             precision=precision,
             decoder=decoder,
             decoders=decoders,
+            draws=draws,
             on_row=on_row,
         )
         if config.stage == "first_slice":

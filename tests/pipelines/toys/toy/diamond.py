@@ -83,10 +83,10 @@ def carry_out(made: Plan, *, broken: Sequence[str] = (), lock: str | None = None
     return ran
 
 
-def seal(made: Plan, files: Mapping[str, Mapping[str, str]] | None = None) -> list[str]:
+def seal(made: Plan, files: Mapping[str, Mapping[str, str | bytes]] | None = None) -> list[str]:
     """Finishes what a plan runs without calling any function; returns the nodes.
 
-    files: {node: {path of an output: its text}}; each output is named by the first part of its path.
+    files: {node: {path of an output: its content}}; each output is named by the first part of its path.
     """
     known: dict[str, attempts.Success] = {}
     ran = []
@@ -100,8 +100,8 @@ def seal(made: Plan, files: Mapping[str, Mapping[str, str]] | None = None) -> li
         attempt = attempts.new_attempt_id(decision.known_attempts)
         folder = attempts.attempt_folder(node.name, decision.fingerprint, attempt)
         written = (files or {}).get(node.name, {"file": node.name})
-        for path, text in written.items():
-            made.store.write_text(f"{folder}/{path}", text)
+        for path, content in written.items():
+            made.store.write_bytes(f"{folder}/{path}", content.encode() if isinstance(content, str) else content)
         named = {path.split("/")[0]: path.split("/")[0] for path in written}
         success = attempts.Success(
             node=node.name,
