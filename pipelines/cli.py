@@ -275,7 +275,7 @@ def what_runs(config: ExperimentConfig, *, only: Sequence[str] = (), images: Use
     resources = config.resources
     return (
         [made[name] if not only or name in only else canonical(made[name].config) for name in needed],
-        (config.images, config.image_bits, config.sample.set_for_images()),
+        (config.images, config.image_bits, config.image_fit, config.sample.set_for_images()),
         (config.name, config.storage, config.tracking.uri),
         None if cluster.joins() else (resources.num_cpus, resources.num_gpus),
     )

@@ -169,6 +169,7 @@ class ExperimentConfig:
     seed: int = 0
     # The user's images, for sample.py and evaluate.py: a file, folder or pattern, as a path or URI.
     images: str | None = field(default=None, metadata=NOT_SEMANTIC)
+    image_fit: str = field(default="data", metadata=NOT_SEMANTIC)  # cropped and resized as the dataset's, or: exact
     # Depth of their values: 8, or below 8 files of 0 .. 2^bits - 1; None: 8, unless in doubt.
     image_bits: int | None = field(default=None, metadata=NOT_SEMANTIC)
     storage: str | None = field(default=None, metadata=NOT_SEMANTIC)  # folder or URI that holds the run folders
@@ -195,6 +196,7 @@ class UserImages:
     stages: tuple[str, ...]  # to be run, in order
     use: str | None = None
     num_given: int = 0  # complete: slices in subscale order, or rows of a baseline
+    num_fitted: int = 0  # of the images, those that were cropped or resized
 
     @property
     def digests(self) -> list[str]:
@@ -209,6 +211,7 @@ class UserImages:
     def describe(self, *, num_draws: int) -> str:
         """One line: what is given, what is drawn."""
         count = f"{len(self.keys)} image{'s' if len(self.keys) > 1 else ''}"
+        count += f" ({self.num_fitted} cropped and resized)" if self.num_fitted else ""
         if self.node == SCORE_IMAGES:
             return f"{count} to score at {self.num_bits} bits per channel"
         part = "row" if self.stages[0] == "baseline" else "slice"
@@ -378,9 +381,13 @@ def broken_rules(config: ExperimentConfig) -> Iterator[str]:
         yield f"seed is {c.seed}; it must be at least 0"
     if c.image_bits is not None and not 1 <= c.image_bits <= 8:
         yield f"image_bits is {c.image_bits}; it must be from 1 to 8, or null"
+    if c.image_fit not in ("data", "exact"):
+        yield f"image_fit is {c.image_fit!r}; it must be data or exact"
     of_images = {f"sample.{key}": value for key, value in c.sample.set_for_images().items()}
     if c.image_bits is not None:
         of_images["image_bits"] = c.image_bits
+    if c.image_fit != "data":
+        of_images["image_fit"] = c.image_fit
     for key, value in of_images.items():
         if c.images is None:
             yield f"{key} is {value}, but images is not set; images=FILE says which images"

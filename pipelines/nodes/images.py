@@ -1,6 +1,7 @@
 """The user's own images: found, decoded and checked before anything starts; then completed, upscaled or scored.
 
-What a use takes follows from the config alone. Everything that does not fit is refused here, with what the model takes.
+What a use takes follows from the config alone. Images of another size are cropped and resized as the dataset's were, or
+with image_fit=exact refused, with what the model takes.
 `sample.py` with images=... runs the node sample_images, `evaluate.py` the node score_images.
 """
 
@@ -18,6 +19,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from data_prep import images, parquet
+from data_prep.config import DataConfig
 from data_prep.files import FileEntry, Store, UserError, open_store, printable
 from pipelines.config import (
     SAMPLE_IMAGES,
@@ -181,8 +183,8 @@ def for_sampling(config: ExperimentConfig) -> UserImages:
         stages = [s for s in stages if s != "first_slice"]
         what = f"sample.use=complete takes {size}x{size} images"
     _check_bits(config.image_bits, bits)
-    keys, values = _read(config, side=side, what=what, bits=bits)
-    return UserImages(SAMPLE_IMAGES, _names(keys), values, bits, tuple(stages), use, num_given)
+    keys, values, num_fitted = _read(config, side=side, what=what, bits=bits)
+    return UserImages(SAMPLE_IMAGES, _names(keys), values, bits, tuple(stages), use, num_given, num_fitted)
 
 
 def for_scoring(config: ExperimentConfig) -> UserImages:
@@ -191,8 +193,8 @@ def for_scoring(config: ExperimentConfig) -> UserImages:
         raise UserError(f"sample.{key} is {value}; it is for sample.py: evaluate.py scores images as they are")
     size, bits, stages = config.data.image_size, config.bits[-1], stage_names(config)
     _check_bits(config.image_bits, bits)
-    keys, values = _read(config, side=size, what=f"the model scores {size}x{size} images", bits=bits)
-    return UserImages(SCORE_IMAGES, keys, values, bits, tuple(stages))
+    keys, values, num_fitted = _read(config, side=size, what=f"the model scores {size}x{size} images", bits=bits)
+    return UserImages(SCORE_IMAGES, keys, values, bits, tuple(stages), num_fitted=num_fitted)
 
 
 def _need_stage(use: str, kind: str, config: ExperimentConfig) -> None:
@@ -231,26 +233,40 @@ def _check_bits(image_bits: int | None, bits: int) -> None:
         raise UserError(f"image_bits is {image_bits}; the model takes images of {takes}")
 
 
-def _read(config: ExperimentConfig, *, side: int, what: str, bits: int) -> tuple[tuple[str, ...], np.ndarray]:
-    """Names below the folder and values of `bits` bits, uint8 [N, side, side, 3]."""
+def _read(config: ExperimentConfig, *, side: int, what: str, bits: int) -> tuple[tuple[str, ...], np.ndarray, int]:
+    """Names below the folder, values of `bits` bits, uint8 [N, side, side, 3], and how many images were fitted."""
     takes = f"{what}, 8-bit RGB"
-    keys, values = [], []
+    is_exact = config.image_fit == "exact" or (config.image_bits or 8) < 8
+    data_config, keys, values, num_fitted = config.data, [], [], 0
     for name, data in _files(config.images or ""):
         try:
             decoded = images.decode(
-                data, profile=config.data.profile, exif=config.data.exif or "apply", strict_jpeg=True
+                data, profile=data_config.decode_profile, exif=data_config.exif or "apply", strict_jpeg=True
             )
         except images.UnusableImage as error:
             raise UserError(f"images: {name} cannot be read ({error.message}); {takes}") from None
         for conversion, text in NOT_RGB.items():
-            if conversion in decoded.conversions:
+            if is_exact and conversion in decoded.conversions:
                 raise UserError(f"images: {name} {text}; {takes}")
-        height, width = decoded.pixels.shape[:2]
+        pixels, (height, width) = decoded.pixels, decoded.pixels.shape[:2]
         if (height, width) != (side, side):
-            raise UserError(f"images: {name} is {width}x{height}; {takes}")
+            is_small = min(height, width) < data_config.image_size and not data_config.allow_upscaling
+            if is_exact or is_small:
+                raise UserError(f"images: {name} is {width}x{height}; {takes}")
+            pixels, num_fitted = _fitted(pixels, data_config, side=side), num_fitted + 1
         keys.append(name)
-        values.append(_to_depth(name, decoded.pixels, stored=config.image_bits, bits=bits))
-    return tuple(keys), np.stack(values)
+        values.append(_to_depth(name, pixels, stored=config.image_bits, bits=bits))
+    return tuple(keys), np.stack(values), num_fitted
+
+
+def _fitted(pixels: np.ndarray, data: DataConfig, *, side: int) -> np.ndarray:
+    """Cropped and resized as the dataset's images were, and of that the first slice if only that is wanted.
+
+    Where the dataset has many squares of a photo (tiles, random), this is the central one, as large as it can be.
+    """
+    square = pixels if data.crop == "squash" else images.center_crop(pixels)
+    whole = images.resize_squares(square, [data.image_size], profile=data.round_profile)[data.image_size]
+    return whole[:: data.image_size // side, :: data.image_size // side]
 
 
 def _to_depth(name: str, pixels: np.ndarray, *, stored: int | None, bits: int) -> np.ndarray:

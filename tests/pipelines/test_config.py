@@ -432,7 +432,7 @@ MISTAKES = {
     ("train.num_step=5",): "unknown key train.num_step; nearest: train.num_steps",
     ("tran.num_steps=5",): "unknown key tran; nearest: train",
     ("scaling_factor=2", "image_size=16"): "unknown key image_size; nearest: data.image_size",
-    ("lr=1",): "unknown key lr; valid: name, scaling_factor, bits, stages, data, seed, images, image_bits, "
+    ("lr=1",): "unknown key lr; valid: name, scaling_factor, bits, stages, data, seed, images, image_fit, image_bits, "
     "storage, model, train, per_stage, evaluate, sample, resources, tracking",
     ("model.decoder.layers=3",): "unknown key model.decoder.layers; nearest: model.decoder.num_layers",
     (

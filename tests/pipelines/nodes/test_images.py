@@ -7,7 +7,9 @@ python -m pytest tests/pipelines/nodes/test_images.py
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +18,11 @@ import pytest
 import torch
 from PIL import Image
 
+from data_prep import sources
+from data_prep.build import write_shard
 from data_prep.files import UserError
 from data_prep.parquet import pixels
+from data_prep.plan import make_plan
 from pipelines import cli
 from pipelines.config import ExperimentConfig, NodeResources, UserImages
 from pipelines.dag.node import NodeContext, NodeOutput
@@ -69,6 +74,29 @@ def test_high_bits_of_8_bit_images_are_what_is_given(use, side, stages, tmp_path
     own = images.for_sampling(config(save(tmp_path / "a.png", pixels), *use))
     assert own.keys == ("a",) and own.stages == stages and own.num_bits == 3
     assert np.array_equal(own.values, pixels[None] >> 5)
+
+
+def test_photos_of_any_size_are_cropped_and_resized_as_the_dataset_was(tmp_path):
+    """A camera's photo, turned by its EXIF orientation: the pixels are those that a build makes of it."""
+    raw, exif = tmp_path / "raw", Image.Exif()
+    exif[0x0112] = 6
+    small = Image.fromarray(np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8))
+    save(raw / "a.jpg", small.resize((400, 300), Image.Resampling.BICUBIC), exif=exif, quality=95)
+    for changes in (["data.crop=center"], ["data.crop=squash", "data.profile=accurate"]):
+        changes += ["data.tile_size=null", "data.tile_stride=null"]
+        data, out = dataclasses.replace(config(raw, *changes).data, root=str(raw), num_valid_photos=0), str(raw) + "set"
+        plan = make_plan(dataclasses.replace(data, num_test_photos=0), sources.find(data))
+        task, source = {"shard": pickle.dumps(plan.shards[0])}, (plan.source.name, plan.source.root)
+        write_shard(task, config=plan.config, source=source, out=out, plan_hash=plan.hash)
+        (file,) = Path(out).glob("res=16/bits=8/train-*.parquet")
+        expected = pixels(pq.read_table(file, partitioning=None))
+        scored = images.for_scoring(config(raw, *changes))
+        assert np.array_equal(scored.values, expected)
+        assert scored.describe(num_draws=1) == "1 image (1 cropped and resized) to score at 8 bits per channel"
+        upscaled = images.for_sampling(config(raw, *changes, "sample.use=size_upscale"))
+        assert np.array_equal(upscaled.values, expected[:, ::2, ::2] >> 5)
+    tiles = images.for_scoring(config(raw))  # the preset's crop: the central square all the same
+    assert tiles.values.shape == (1, 16, 16, 3)
 
 
 def test_files_of_low_bit_values_are_taken_as_they_are(tmp_path):
@@ -157,22 +185,28 @@ def modes() -> dict[str, Image.Image]:
 def test_other_modes_are_refused(text, tmp_path):
     file = save(tmp_path / "a.png", modes()[text])
     with pytest.raises(UserError, match=rf"a\.png {text}; ") as error:
-        images.for_scoring(config(file))
+        images.for_scoring(config(file, "image_fit=exact"))
     assert "16x16 images, 8-bit RGB" in str(error.value)
+    assert images.for_scoring(config(file)).values.shape == (1, 16, 16, 3)
 
 
 WRONG = {
-    "size for scoring": ("evaluate", 15, (), "a.png is 15x15; the model scores 16x16 images, 8-bit RGB"),
+    "size for scoring": (
+        "evaluate",
+        15,
+        ("image_fit=exact",),
+        "a.png is 15x15; the model scores 16x16 images, 8-bit RGB",
+    ),
     "size for the first slice": (
         "sample",
         16,
-        ("sample.use=size_upscale",),
+        ("sample.use=size_upscale", "image_fit=exact"),
         "a.png is 16x16; sample.use=size_upscale takes 8x8 images: slice (0, 0) of 16x16, 8-bit RGB",
     ),
     "size for depth": (
         "sample",
         8,
-        ("sample.use=depth_upscale",),
+        ("sample.use=depth_upscale", "data.allow_upscaling=false"),
         "a.png is 8x8; sample.use=depth_upscale takes",
     ),
     "no such depth": (
@@ -193,6 +227,8 @@ WRONG = {
         ("image_bits=3",),
         "image_bits is 3; the model takes images of 8 bits\n",
     ),
+    "size of low-bit files": ("sample", 17, ("sample.use=depth_upscale", "image_bits=3"), "a.png is 17x17; sample"),
+    "a misspelt fit": ("evaluate", 16, ("image_fit=exakt",), "image_fit is 'exakt'; it must be data or exact"),
     "values beyond the depth": (
         "sample",
         16,
