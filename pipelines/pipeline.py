@@ -30,6 +30,7 @@ from pipelines.config import (
     ScoringConfig,
     TrainNodeConfig,
     UserImages,
+    first_given,
     node_names,
     stage_model_config,
     stage_names,
@@ -142,7 +143,6 @@ def _train(config: ExperimentConfig, stage: str, listed: bool) -> Node:
     model, train = stage_model_config(config, stage), config.per_stage[stage].train
     depth = model.num_given_bits + model.num_bits
     stored_bits = min(bits for bits in config.data.bits if bits >= depth)
-    first_given = stage == "size_upscale" and "first_slice" in stage_names(config)
     samples = None
     if config.tracking.sample_every_steps is not None:
         from pipelines.nodes.pictures import TrainingSamples  # torch
@@ -171,7 +171,7 @@ def _train(config: ExperimentConfig, stage: str, listed: bool) -> Node:
             stored_bits=stored_bits,
             seed=config.seed,
             valid_seed=None if train.num_valid_images is None or config.data.seed == config.seed else config.data.seed,
-            first_given=first_given,
+            first_given=first_given(stage, stage_names(config)),
             resources=resources,
             samples=samples,
         ),

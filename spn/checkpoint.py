@@ -45,11 +45,11 @@ def load_weights(folder: Path, *, averaged: bool, device: str = "cpu") -> dict[s
     return load_file(folder / (EMA if averaged else MODEL), device=device)
 
 
-def load_model(folder: Path, *, device: str = "cpu") -> SPN:
-    """The network ready for evaluation and sampling, on Polyak-averaged weights."""
+def load_model(folder: Path, *, averaged: bool = True, device: str = "cpu") -> SPN:
+    """The network ready for evaluation and sampling."""
     with torch.random.fork_rng(devices=[]):  # initial weights are drawn, then overwritten: leave the caller's stream
         model = SPN(load_config(folder)).to(device)
-    model.load_state_dict(load_weights(folder, averaged=True, device=device))
+    model.load_state_dict(load_weights(folder, averaged=averaged, device=device))
     return model.eval()
 
 

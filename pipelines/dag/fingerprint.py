@@ -24,9 +24,10 @@ SCHEMA = 2  # a higher number makes every node run again
 SAME_RESULTS = {
     "95366891b363e7b5": "6df208bfde9aa5ca",  # spn.evaluation: slice_nats beside image_nats
     "047f85c220eb569c": "5d4f79ec0ff9dda7",  # pipelines.nodes.train: checksums; restarts and two scores in MLflow
+    "06a91873d3e10db5": "d63665b2f9b8a05b",  # pipelines.nodes.evaluate: each file is read once
     "26243189b32d6d4c": "94c868a73223ae08",  # spn.training: a validation may have several scores
-    "d29f6481f35ba694": "c928b87c1524a346",  # pipelines.nodes.trained: a function for evaluate; one check fewer
-    "9977b148199658f4": "ad1b1627035f20a8",  # spn.checkpoint: two ways to load fewer
+    "a4911eee30ad8ef8": "c928b87c1524a346",  # pipelines.nodes.trained: raw weights for evaluate; one check fewer
+    "8a5962f63cfd5f50": "ad1b1627035f20a8",  # spn.checkpoint: two ways to load fewer, raw weights
     "eae504acbc3c9a1a": "625b372877b1f617",  # spn.config: checks of ranges in two functions
     "7205862bf26c802f": "db08802930bce28e",  # spn.layers: the stack takes the network's settings
     "be10920822f97b81": "0e21926ad228b746",  # spn.modern: likewise

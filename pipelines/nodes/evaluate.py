@@ -4,7 +4,7 @@ Images are scored in chunks of evaluate.batch_size, each written to its own Parq
 attempt scores the rest. Who scores a chunk changes nothing. Nothing here grows with the number of images but one number
 for each image and stage.
 
-    scores/<first>-<end>.parquet   key; of each stage nats: each slice's R, G, B, in subscale order; png: bytes of some
+    scores/<first>-<end>.parquet   key; of each stage nats: each slice's R, G, B, in subscale order
                                    the first chunk also: STAGE/float32, STAGE/raw (below)
 """
 
@@ -15,7 +15,7 @@ import functools
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
@@ -27,11 +27,11 @@ from PIL import Image
 
 from data_prep.files import Store, UserError, join, open_store
 from data_prep.parquet import open_dataset, open_parquet, pixels, read_shard
-from pipelines.config import EvaluateNodeConfig, ScoringConfig
+from pipelines.config import EvaluateNodeConfig, ScoringConfig, first_given
 from pipelines.dag.node import NodeContext, NodeOutput, NodeResult
 from pipelines.dag.progress import Reporter
 from pipelines.nodes.memory import naming
-from pipelines.nodes.trained import checkpoint_uri, load_raw_weights, load_stage_configs, load_stages
+from pipelines.nodes.trained import checkpoint_uri, load_stage_configs, load_stages
 from pipelines.nodes.workers import each, gang, gang_name
 from pipelines.tracking import StageModel
 from spn.bitdepth import stage_values
@@ -93,7 +93,7 @@ def run(context: NodeContext[EvaluateNodeConfig]) -> NodeResult:
     store = open_store(context.out)
     job = ScoringJob(config, context.inputs, store.uri, functools.partial(read_test, dataset.uri, size), compared=True)
     scores = score(job, num_test, progress=context.progress)
-    histogram = Histogram()
+    histogram, png = Histogram(), list[int]()
     for images in _split(dataset, size, "train"):
         histogram.add(images)
     seen, seen_first = np.zeros((3, 256), np.int64), np.zeros((3, 256), np.int64)
@@ -101,6 +101,7 @@ def run(context: NodeContext[EvaluateNodeConfig]) -> NodeResult:
     for images in _split(dataset, size, "test"):
         seen += count_values(images)
         seen_first += count_values(images[:, ::step, ::step])
+        png += map(_png_bytes, images[: PNG_IMAGES - len(png)])
     parts = {stage: _part(scores, stage, seen, seen_first, histogram) for stage in stages}
     last = scores.configs[stages[-1]]
     results = Results(
@@ -110,18 +111,18 @@ def run(context: NodeContext[EvaluateNodeConfig]) -> NodeResult:
         stages=parts,
         total=Part(
             bits_per_dim=sum(part["bits_per_dim"] for part in parts.values()),
-            standard_error=standard_error(scores.total),
+            standard_error=standard_error(scores.of("total")),
             uniform=sum(part["uniform"] for part in parts.values()),
             histogram=sum(part["histogram"] for part in parts.values()),
         ),
         generated_bits=last.num_given_bits + last.num_bits,
         raw_entropy=raw_entropy_bits(seen),
-        png=8 * sum(scores.png) / (len(scores.png) * size * size * 3),
+        png=8 * sum(png) / (len(png) * size * size * 3),
         precision=config.precision if config.resources.use_gpu else "float32",
         with_raw_weights=scores.difference(RAW),
     )
     if first_given("size_upscale", stages):
-        results["size_upscale_as_plain_spn"] = float(scores.sums["size_upscale"].sum()) / num_test
+        results["size_upscale_as_plain_spn"] = float(scores.mean("size_upscale").sum())
     if results["precision"] == "bfloat16":
         results["in_float32"] = scores.difference(FLOAT32)
     store.write_text(RESULTS, json.dumps(results, indent=1))
@@ -136,11 +137,6 @@ def run(context: NodeContext[EvaluateNodeConfig]) -> NodeResult:
     test_set = dataset.split_digest(resolution=size, bits=8, split="test")
     _tell_train_runs(context, results, scores.configs, test_set)
     return NodeResult(outputs={"results": RESULTS, "per_image": PER_IMAGE}, metrics=metrics)
-
-
-def first_given(stage: str, stages: Sequence[str]) -> bool:
-    """Whether a stage gets slice (0, 0) from another network of the chain."""
-    return stage == "size_upscale" and "first_slice" in stages
 
 
 def standard_error(values: np.ndarray) -> float:
@@ -175,18 +171,18 @@ def _part(scores: Scores, stage: str, seen: np.ndarray, seen_first: np.ndarray, 
     seen, seen_first: counts of all values of the test images, and of those in slice (0, 0).
     """
     config = scores.configs[stage]
-    given = first_given(stage, list(scores.configs))
+    given = first_given(stage, scores.configs)
     counts = seen_first if config.stage == "first_slice" else seen - seen_first if given else seen
     share = counts.sum() / seen.sum()
     nats = histogram.nats(counts, given_bits=config.num_given_bits, num_bits=config.num_bits)
-    sums = scores.sums[stage][scores.slices(stage)] / scores.num_images
+    means = scores.mean(stage)[1 if given else 0 :]
     return Part(
-        bits_per_dim=float(sums.sum()),
-        standard_error=standard_error(scores.per_image[stage]),
+        bits_per_dim=float(means.sum()),
+        standard_error=standard_error(scores.of(stage)),
         uniform=config.num_bits * share,
         histogram=nats / math.log(2) / seen.sum(),
-        slices=(sums.sum(1) * config.num_slices).tolist(),
-        channels=(sums.sum(0) * 3 / share).tolist(),
+        slices=(means.sum(1) * config.num_slices).tolist(),
+        channels=(means.sum(0) * 3 / share).tolist(),
     )
 
 
@@ -201,7 +197,7 @@ class ScoringJob:
     inputs: Mapping[str, NodeOutput]  # of the train nodes
     out: str  # folder of the node
     read: Read
-    compared: bool = False  # with float32, raw weights and PNG files, on the first images
+    compared: bool = False  # with float32 and raw weights, on the images of the first chunk
 
 
 def score(job: ScoringJob, num_images: int, *, progress: Reporter) -> Scores:
@@ -211,66 +207,62 @@ def score(job: ScoringJob, num_images: int, *, progress: Reporter) -> Scores:
     """
     store, resources, batch = open_store(job.out), job.config.resources, job.config.batch_size
     store.remove_temporaries()
-    chunks = [range(start, min(start + batch, num_images)) for start in range(0, num_images, batch)]
-    todo = [rows for rows in chunks if not _is_finished(store, rows)]
-    done, nats = num_images - sum(map(len, todo)), 0.0
+    scores, todo = Scores(load_stage_configs(job.inputs, job.config.stages)), list[range]()
+    for start in range(0, num_images, batch):
+        rows = range(start, min(start + batch, num_images))
+        table = _finished(store, rows)
+        if table is None:
+            todo.append(rows)
+        else:
+            scores.add(rows, table)
     num = min(resources.num_workers, len(todo))
     with contextlib.ExitStack() as stack:
         if num > 1:
             name = gang_name("score", job.out)
             workers = gang(ScoringWorker, job, num=num, resources=resources, name=name)
-            results = each(stack.enter_context(workers), "score", todo)
+            found = each(stack.enter_context(workers), "score", todo)
         else:
             worker = ScoringWorker(job)
-            results = ((rows, worker.score(rows)) for rows in todo)
-        scored = 0
-        for rows, bits in results:
-            scored, nats = scored + len(rows), nats + bits
-            note = f"{nats / scored:.3f} bits/dim"
-            progress.update(done + scored, num_images, unit="images", note=note)
-    return Scores(store, job, chunks)
+            found = ((rows, worker.score(rows)) for rows in todo)
+        for rows, table in found:
+            scores.add(rows, table)
+            total = scores.of("total")
+            progress.update(len(total), num_images, unit="images", note=f"{total.mean():.3f} bits/dim")
+    return scores
 
 
 class Scores:
-    """What the chunks' files say, read one after the other. All in bits/dim of the full image.
+    """What the scored chunks come to, whatever the order in which they are added. In bits/dim of the full image."""
 
-    configs: {stage: configuration of its network}, per_image: {stage: float64 [N], of the slices it answers for},
-    sums: {stage: float64 [slices, 3], of all its slices over all images}, keys, num_images, png: sizes in bytes.
-    """
+    def __init__(self, configs: Mapping[str, SPNConfig]) -> None:
+        self.configs = configs  # of each stage's network
+        self._tables: dict[int, pa.Table] = {}  # by the chunk's first row: key, bits/dim of each stage's part, total
+        self._sums: dict[int, dict[str, np.ndarray]] = {}  # likewise, of each stage [slices, 3] over its images
+        self._first = pa.table({})  # the first chunk as it was scored
 
-    def __init__(self, store: Store, job: ScoringJob, chunks: Sequence[range]) -> None:
-        self.configs = load_stage_configs(job.inputs, job.config.stages)
-        self.num_images = chunks[-1].stop
-        self.keys: list[str] = []
-        self.png: list[int] = []
-        self.sums: dict[str, np.ndarray] = {}
-        self._first = _read(store, chunks[0])
-        found: dict[str, list[np.ndarray]] = {stage: [] for stage in self.configs}
-        for rows in chunks:
-            table = _read(store, rows)
-            self.keys += table.column("key").to_pylist()
-            if "png" in table.column_names:
-                self.png += table.column("png").drop_null().to_pylist()
-            for stage in self.configs:
-                bits = self._bits(table, stage)
-                self.sums[stage] = self.sums.get(stage, 0) + bits.sum(0)
-                found[stage].append(self._own(bits, stage))
-        self.per_image = {stage: np.concatenate(parts) for stage, parts in found.items()}
-
-    @property
-    def total(self) -> np.ndarray:
-        return np.sum(list(self.per_image.values()), axis=0)
-
-    def slices(self, stage: str) -> slice:
-        """Those that a stage answers for."""
-        return slice(1 if first_given(stage, list(self.configs)) else 0, None)
+    def add(self, rows: range, table: pa.Table) -> None:
+        bits = {stage: self._bits(table, stage) for stage in self.configs}
+        own = {stage: self._own(part, stage) for stage, part in bits.items()}
+        columns = {"key": table.column("key"), **own, "total": np.sum(list(own.values()), axis=0)}
+        self._tables[rows.start] = pa.table(columns)
+        self._sums[rows.start] = {stage: part.sum(0) for stage, part in bits.items()}
+        if rows.start == 0:
+            self._first = table
 
     def table(self) -> pa.Table:
-        """key, each stage, total."""
-        return pa.table({"key": self.keys, **self.per_image, "total": self.total})
+        """A row per image: key, each stage, total."""
+        return pa.concat_tables(table for _, table in sorted(self._tables.items())).combine_chunks()
+
+    def of(self, part: str) -> np.ndarray:
+        """[N] of a stage, or of "total"."""
+        return self.table().column(part).to_numpy()
+
+    def mean(self, stage: str) -> np.ndarray:
+        """[slices, 3] over all images; also of a slice that the chain takes from another network."""
+        return np.sum([sums[stage] for _, sums in sorted(self._sums.items())], axis=0) / self.table().num_rows
 
     def difference(self, other: str) -> Difference:
-        """Of the first chunk's images, in a column of this name less the result."""
+        """Of the first chunk's images, in the columns of this name less the result."""
         change = sum(
             self._own(self._bits(self._first, stage + other) - self._bits(self._first, stage), stage)
             for stage in self.configs
@@ -287,7 +279,7 @@ class Scores:
 
     def _own(self, bits: np.ndarray, stage: str) -> np.ndarray:
         """[n, slices, 3] -> [n]: of the slices that the stage answers for."""
-        return bits[:, self.slices(stage)].sum((1, 2))
+        return bits[:, 1 if first_given(stage, self.configs) else 0 :].sum((1, 2))
 
 
 class ScoringWorker:
@@ -313,65 +305,51 @@ class ScoringWorker:
 
         return {stage: speed_up(model, compiled=True) for stage, model in self.models.items()}
 
-    def score(self, rows: range) -> float:
-        """Scores a chunk, writes its file and returns about its images' bits/dim, summed, for the progress line."""
+    def score(self, rows: range) -> pa.Table:
+        """Scores a chunk, writes its file and returns what is in it."""
         batch = self.job.config.batch_size
         keys, images = self.job.read(rows)
         whole = images
         if self.device == "cuda" and rows.start:  # a shorter last chunk would be compiled once more
             whole = np.concatenate([images, np.zeros((batch - len(images), *images.shape[1:]), np.uint8)])
         with naming("evaluate.batch_size", batch):
-            nats = self._nats(whole, self.forwards, torch.bfloat16 if self.in_bfloat16 else None)
-        found = {stage: part[: len(images)] for stage, part in nats.items()}
-        columns: dict[str, Any] = {"key": keys, **{stage: _lists(part) for stage, part in found.items()}}
+            found = self._nats(whole, self.models, self.forwards, in_bfloat16=self.in_bfloat16)
+        columns = {"key": pa.array(keys), **{stage: _lists(part[: len(images)]) for stage, part in found.items()}}
         if self.job.compared and rows.start == 0:
-            columns |= self._compared(images)
-        if self.job.compared:
-            sizes = [_png_bytes(image) for image in images[: max(0, PNG_IMAGES - rows.start)]]
-            columns["png"] = pa.array([*sizes, *[None] * (len(images) - len(sizes))], pa.int64())
+            raw = load_stages(self.job.inputs, self.job.config.stages, averaged=False, device=self.device)
+            columns |= self._again(images, raw, RAW, in_bfloat16=self.in_bfloat16)
+            if self.in_bfloat16:
+                columns |= self._again(images, self.models, FLOAT32, in_bfloat16=False)
+        table = pa.table(columns)
         with open_store(self.job.out).writing([_path(rows)]) as streams:
-            pq.write_table(pa.table(columns), streams[_path(rows)], write_page_checksum=True)
-        total = sum(float(part.sum()) for part in found.values())
-        return bits_per_dim(total, num_images=1, image_size=images.shape[1])
+            pq.write_table(table, streams[_path(rows)], write_page_checksum=True)
+        return table
 
     def _nats(
-        self, images: np.ndarray, forwards: Mapping[str, Forward], dtype: torch.dtype | None
+        self, images: np.ndarray, models: Mapping[str, SPN], forwards: Mapping[str, Forward], *, in_bfloat16: bool
     ) -> dict[str, np.ndarray]:
         """{stage: float64 [n, slices, 3]} of 8-bit images."""
         image = torch.from_numpy(images.copy()).to(self.device).permute(0, 3, 1, 2).long()
         nats = {}
-        for stage, model in self.models.items():
+        for stage, model in models.items():
             config = model.config
             values, given = stage_values(
                 image, stored_bits=8, given_bits=config.num_given_bits, num_bits=config.num_bits
             )
             slices = range(1 if config.stage == "first_slice" else config.num_slices)
-            with torch.autocast(self.device, dtype=dtype, enabled=dtype is not None):
+            with torch.autocast(self.device, dtype=torch.bfloat16, enabled=in_bfloat16):
                 found = slice_nats(model, values, given, slices=slices, forward=forwards[stage])
             nats[stage] = found.cpu().numpy()
         return nats
 
-    def _compared(self, images: np.ndarray) -> dict[str, pa.Array]:
-        """The same images in float32, if bfloat16 is the rule, and with raw weights. A quarter of them at once: float32
-        takes more memory, and nothing is compiled."""
-        columns: dict[str, pa.Array] = {}
+    def _again(
+        self, images: np.ndarray, models: Mapping[str, SPN], name: str, *, in_bfloat16: bool
+    ) -> dict[str, pa.Array]:
+        """Columns STAGE + name of the same images: a quarter at once, as float32 and what is not compiled need more
+        memory."""
         quarters = np.array_split(images, min(4, len(images)))
-
-        def scored_again(dtype: torch.dtype | None) -> dict[str, np.ndarray]:
-            found = [self._nats(quarter, self.models, dtype) for quarter in quarters]
-            return {stage: np.concatenate([part[stage] for part in found]) for stage in self.models}
-
-        if self.in_bfloat16:
-            columns |= {stage + FLOAT32: _lists(part) for stage, part in scored_again(None).items()}
-        averaged = {stage: model.state_dict() for stage, model in self.models.items()}
-        averaged = {stage: {k: v.clone() for k, v in weights.items()} for stage, weights in averaged.items()}
-        for stage, model in self.models.items():
-            model.load_state_dict(load_raw_weights(self.job.inputs, stage, device=self.device))
-        dtype = torch.bfloat16 if self.in_bfloat16 else None
-        columns |= {stage + RAW: _lists(part) for stage, part in scored_again(dtype).items()}
-        for stage, model in self.models.items():
-            model.load_state_dict(averaged[stage])
-        return columns
+        found = [self._nats(quarter, models, models, in_bfloat16=in_bfloat16) for quarter in quarters]
+        return {stage + name: _lists(np.concatenate([part[stage] for part in found])) for stage in models}
 
 
 def _lists(nats: np.ndarray) -> pa.Array:
@@ -383,16 +361,14 @@ def _path(rows: range) -> str:
     return f"{SCORES}/{rows.start:08d}-{rows.stop:08d}.parquet"
 
 
-def _is_finished(store: Store, rows: range) -> bool:
+def _finished(store: Store, rows: range) -> pa.Table | None:
+    """A chunk that an earlier start scored; None: it is not there, or damaged, as its checksums say."""
     try:
-        return store.exists(_path(rows)) and len(_read(store, rows)) == len(rows)
-    except (OSError, pa.ArrowInvalid):  # damaged, as its checksums say
-        return False
-
-
-def _read(store: Store, rows: range) -> pa.Table:
-    with store.filesystem.open_input_file(store.path(_path(rows))) as stream:
-        return open_parquet(stream, name=_path(rows), page_checksum_verification=True).read(use_threads=False)
+        with store.filesystem.open_input_file(store.path(_path(rows))) as stream:
+            table = open_parquet(stream, name=_path(rows), page_checksum_verification=True).read(use_threads=False)
+        return table if len(table) == len(rows) else None
+    except (OSError, pa.ArrowInvalid):
+        return None
 
 
 def _png_bytes(image: np.ndarray) -> int:
@@ -420,7 +396,7 @@ def _tell_train_runs(
             bits_per_dim=part["bits_per_dim"],
             test_set=test_set,
             scores=join(context.out, PER_IMAGE),
-            dims=dims + (" without slice (0, 0)" if first_given(stage, list(configs)) else ""),
+            dims=dims + (" without slice (0, 0)" if first_given(stage, configs) else ""),
         )
         with context.run.at(output.mlflow_run_id).open() as run:
             run.log_metrics({"test/bits_per_dim": part["bits_per_dim"]})

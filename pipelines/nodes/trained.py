@@ -28,19 +28,18 @@ def checkpoint_step(output: NodeOutput) -> int:
     return int(output.named["checkpoint"].rsplit("-", 1)[1])
 
 
-def load_stages(inputs: Mapping[str, NodeOutput], stages: Sequence[str], *, device: str) -> dict[str, SPN]:
-    """{stage: network on Polyak-averaged weights}, in the order of `stages`, from their train nodes' outputs."""
+def load_stages(
+    inputs: Mapping[str, NodeOutput], stages: Sequence[str], *, averaged: bool = True, device: str
+) -> dict[str, SPN]:
+    """{stage: network}, in the order of `stages`, from their train nodes' outputs.
+
+    averaged: on Polyak-averaged weights, else on those that the last step left.
+    """
     models = {}
     for stage in stages:
-        with _downloaded(checkpoint_uri(inputs[f"train_{stage}"]), CONFIG, EMA) as folder:
-            models[stage] = load_model(folder, device=device)
+        with _downloaded(checkpoint_uri(inputs[f"train_{stage}"]), CONFIG, EMA if averaged else MODEL) as folder:
+            models[stage] = load_model(folder, averaged=averaged, device=device)
     return models
-
-
-def load_raw_weights(inputs: Mapping[str, NodeOutput], stage: str, *, device: str) -> dict[str, Tensor]:
-    """A stage's weights as its last step left them, not averaged."""
-    with _downloaded(checkpoint_uri(inputs[f"train_{stage}"]), MODEL) as folder:
-        return load_weights(folder, averaged=False, device=device)
 
 
 def load_stage_configs(inputs: Mapping[str, NodeOutput], stages: Sequence[str]) -> dict[str, SPNConfig]:

@@ -5,7 +5,7 @@ python -m pytest tests/pipelines/nodes/test_evaluate.py
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ from pipelines.nodes import evaluate
 from pipelines.nodes.evaluate import ScoringJob, ScoringWorker, score
 from pipelines.nodes.trained import load_stages
 from pipelines.tracking import RunHandle
-from spn.checkpoint import MODEL
+from spn.checkpoint import save_checkpoint
 from spn.evaluation import bits_per_dim, chain_nats, image_nats
 from spn.histogram import Histogram, count_values
 
@@ -77,8 +77,10 @@ def test_a_later_start_scores_what_is_missing_or_damaged(job, monkeypatch: pytes
     cut.write_bytes(cut.read_bytes()[:-40])
     done, real = list[range](), ScoringWorker.score
     monkeypatch.setattr(ScoringWorker, "score", lambda worker, rows: done.append(rows) or real(worker, rows))
+    reads, real_read = list[range](), evaluate._finished
+    monkeypatch.setattr(evaluate, "_finished", lambda store, rows: reads.append(rows) or real_read(store, rows))
     assert score(job(), NUM, progress=Reporter("evaluate")).table() == before
-    assert done == [range(0, 3), range(6, 7)]
+    assert done == [range(0, 3), range(6, 7)] and reads == [range(0, 3), range(3, 6), range(6, 7)], "each once"
 
 
 def test_several_workers_score_the_same(job, ray_in_this_process: list[Any]) -> None:
@@ -108,8 +110,11 @@ def dataset(tmp_path: Path) -> NodeOutput:
 
 def test_results(networks, dataset, exact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = load_stages(networks, STAGES, device="cpu")
-    raw = {stage: {name: 1.1 * value for name, value in model.state_dict().items()} for stage, model in models.items()}
-    monkeypatch.setattr(evaluate, "load_raw_weights", lambda inputs, stage, device: raw[stage])
+    raw = copy.deepcopy(models)
+    for model in raw.values():
+        model.load_state_dict({name: 1.1 * value for name, value in model.state_dict().items()})
+    loaded = {True: models, False: raw}
+    monkeypatch.setattr(evaluate, "load_stages", lambda *_, averaged=True, device: loaded[averaged])
     context = NodeContext(
         node="evaluate",
         fingerprint="f",
@@ -141,9 +146,7 @@ def test_results(networks, dataset, exact, tmp_path: Path, monkeypatch: pytest.M
     image = torch.from_numpy(TEST).permute(0, 3, 1, 2).long()
     alone = float(image_nats(models["size_upscale"], image >> 5, None, slices=range(4)).sum()) / np.log(2) / TEST.size
     assert results["size_upscale_as_plain_spn"] == pytest.approx(alone, rel=1e-6)
-    for stage, model in models.items():
-        model.load_state_dict(raw[stage])
-    change = sum(chain_nats(models, image[:3]).values()).numpy() / np.log(2) / (3 * SIDE**2) - total[:3]
+    change = sum(chain_nats(raw, image[:3]).values()).numpy() / np.log(2) / (3 * SIDE**2) - total[:3]
     assert results["with_raw_weights"] == pytest.approx(
         {"difference": change.mean(), "standard_error": change.std(ddof=1) / 3**0.5, "num_images": 3}, rel=1e-4
     )
@@ -151,15 +154,15 @@ def test_results(networks, dataset, exact, tmp_path: Path, monkeypatch: pytest.M
     assert table.column_names == ["key", *STAGES, "total"] and table.column("key").to_pylist() == KEYS
 
 
-def test_raw_weights_are_those_of_the_last_step(networks, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    output = networks["train_first_slice"]
-    copy = dataclasses.replace(output, uri=str(tmp_path))
+def test_raw_weights_are_those_of_the_last_step(tiny_spn, tmp_path: Path) -> None:
+    model = tiny_spn("first_slice", seed=0, image_size=SIDE, scaling_factor=2).float()
+    averaged = {name: 2 * value for name, value in model.state_dict().items()}
     (tmp_path / "step-1").mkdir()
-    save_file({"weight": torch.tensor([1.0, 2.0])}, tmp_path / "step-1" / MODEL)
-    found = evaluate.load_raw_weights({"train_first_slice": copy}, "first_slice", device="cpu")
-    assert found["weight"].tolist() == [1.0, 2.0]
+    save_checkpoint(tmp_path / "step-1", model=model, ema=averaged, trainer={})
+    inputs = {"train_first_slice": NodeOutput(str(tmp_path), {"checkpoint": "step-1"}, {}, "attempt")}
+    for which, weights in ((True, averaged), (False, model.state_dict())):
+        found = load_stages(inputs, ["first_slice"], averaged=which, device="cpu")["first_slice"].state_dict()
+        assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
 # ---- --compare ------------------------------------------------------------------------------------------------------
