@@ -153,7 +153,7 @@ def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFi
         images = {file.path for file in listing.images}
         whys: dict[str, str] = {}
         for each in LAYOUTS:
-            if each != "folder" and (text := layout(each).recognise(listing, config)):
+            if each != "folder" and (text := _why(each, listing, config)):
                 explained = images & {file.path for file in layout(each).used(listing, config)}
                 if not explained or explained == images:
                     whys[each] = text
@@ -162,7 +162,7 @@ def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFi
             texts = "; ".join(f"{each} ({whys[each]})" for each in candidates)
             raise Unplannable(f"root is {listing.root!r}; it may be {texts}: set source to one of them")
         name = next(iter(candidates), "folder")
-        why = whys.get(name) or layout("folder").recognise(listing, config) or ""
+        why = whys.get(name) or _why("folder", listing, config) or ""
     used = list(layout(name).used(listing, config))
     if not used:
         wanted = "images" if name == "folder" else f"files of source {name}"
@@ -171,6 +171,14 @@ def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFi
             text = " and no archives of a known layout (prepare_data.py --list-sources shows them)"
         raise Unplannable(f"root is {listing.root!r}; the folder has no {wanted}{text}{_what_is_there(listing)}")
     return name, used, why
+
+
+def _why(name: str, listing: Listing, config: DataConfig) -> str | None:
+    """Why the folder is taken for the layout, or None."""
+    if recognise := getattr(layout(name), "recognise", None):
+        return recognise(listing, config)
+    first = next(layout(name).used(listing, config), None)
+    return None if first is None else f"it has {first.path}"
 
 
 def _what_is_there(listing: Listing) -> str:

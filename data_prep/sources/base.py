@@ -113,9 +113,6 @@ class Listing:
         with readable(path):
             return open_store(self.root).read_bytes(path)
 
-    def text(self, path: str) -> str:
-        return as_text(self.read(path), path=path)
-
 
 @dataclass
 class Index:
@@ -154,7 +151,8 @@ class Source:
 
 
 class Layout(Protocol):
-    """The names that a layout's module has. Only layouts whose items are rows of blocks need `read_block`."""
+    """The names that a layout's module has. Only layouts whose items are rows of blocks need `read_block`, and only
+    those that not just any file of theirs proves need `recognise`."""
 
     LAYOUT: str  # for people
     COUNT: str  # for people: how many images

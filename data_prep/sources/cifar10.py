@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from data_prep import images
 from data_prep.config import DataConfig
 from data_prep.sources import imagenet_box
-from data_prep.sources.base import CHW, Index, Item, Listing, SourceFile, UnusableSource
+from data_prep.sources.base import Index, Item, Listing, SourceFile, UnusableSource
 
 LAYOUT = """data_batch_1.bin ... data_batch_5.bin and test_batch.bin, or the Python version without .bin, or
 train/airplane/*.png ... and test/; Hugging Face's Parquet is source hf_parquet"""
@@ -27,7 +26,7 @@ read_block = imagenet_box.read_block
 
 _BATCH = re.compile(r"(?:^|/)(?P<name>(?:data|test)_batch(?:_\d)?)(?P<kind>\.bin)?$")
 _PNG = re.compile(rf"(?:^|/)(?P<split>train|test)/(?P<label>{'|'.join(CLASSES)})/[^/]+$")
-_PIXELS = 3 * 32 * 32
+_RECORD = 1 + 3 * 32 * 32  # bytes
 
 
 def recognise(listing: Listing, config: DataConfig) -> str | None:
@@ -56,31 +55,23 @@ def index(listing: Listing, config: DataConfig) -> Index:
         if match is None:
             found.items.append(_png(file))
             continue
-        split = "test" if match["name"].startswith("test") else "train"
         if match["kind"]:
-            _add_binary(found, file, match["name"], split, listing.read(file.path))
-            continue
-        with listing.open(file.path) as stream:
-            batch = imagenet_box.read_batch(stream, path=file.path)
-        for row in range(batch.num_rows):
-            place: dict[str, Any] = (
-                dict(block=0, row=row) if batch.offset is None else dict(offset=batch.offset + row * _PIXELS)
-            )
-            number = None if batch.labels is None else batch.labels[row]
-            key = f"{match['name']}#{row:05d}"
-            found.items.append(Item(key, file.path, _PIXELS, label=number, split=split, layout=CHW, **place))
+            batch = _binary(listing.read(file.path), file.path)
+        else:
+            with listing.open(file.path) as stream:
+                batch = imagenet_box.read_batch(stream, path=file.path)
+        name = match["name"]
+        split = "test" if name.startswith("test") else "train"
+        imagenet_box.add_rows(found, batch, file.path, f"{name}#%05d", split)
     return found
 
 
-def _add_binary(found: Index, file: SourceFile, name: str, split: str, data: bytes) -> None:
-    if not data or len(data) % (1 + _PIXELS):
-        message = f"{file.path}: {len(data)} bytes are not a whole number of records of {1 + _PIXELS} bytes"
+def _binary(data: bytes, path: str) -> imagenet_box.Batch:
+    if not data or len(data) % _RECORD:
+        message = f"{path}: {len(data)} bytes are not a whole number of records of {_RECORD} bytes"
         raise UnusableSource("corrupt_source_file", message)
-    labels = np.frombuffer(data, np.uint8)[:: 1 + _PIXELS].tolist()
-    for row, label in enumerate(labels):
-        offset = row * (1 + _PIXELS) + 1
-        key = f"{name}#{row:05d}"
-        found.items.append(Item(key, file.path, _PIXELS, offset, label=label, split=split, layout=CHW))
+    labels = np.frombuffer(data, np.uint8)[::_RECORD].tolist()
+    return imagenet_box.Batch(len(labels), 32, labels, offset=1, stride=_RECORD)
 
 
 def _png(file: SourceFile) -> Item:

@@ -11,25 +11,21 @@ from collections.abc import Iterator
 
 from data_prep.config import DataConfig
 from data_prep.sources.base import Index, Item, Listing, SourceFile, is_image_name, is_unsafe
-from data_prep.sources.ilsvrc_folder import COUNT, LISTS, SYNSET, class_numbers, is_label_file, val_labels
+from data_prep.sources.ilsvrc_folder import COUNT as COUNT
+from data_prep.sources.ilsvrc_folder import LISTS, SYNSET, class_numbers, is_label_file, val_labels
 from data_prep.sources.tars import Member, add_member, is_side_file, members
 
 LAYOUT = f"""ILSVRC2012_img_train.tar (a tar of n01440764.tar, ...) and ILSVRC2012_img_val.tar (flat), both or one;
 labels of val, if wanted: {LISTS}"""
-
-__all__ = ["COUNT", "LAYOUT", "index", "recognise", "used"]
 
 _Entry = tuple[str, str, Member]  # file, name below train/ or val/, member
 
 _ARCHIVE = re.compile(r"^ILSVRC\d{4}_img_(train|val)(?!_t3)\w*\.tar$")  # task 3's photos are in the whole one
 
 
-def recognise(listing: Listing, config: DataConfig) -> str | None:
-    return next((f"it has {file.path}" for file in used(listing, config) if _split(file.path)), None)
-
-
 def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
-    return (file for file in listing.others if _split(file.path) or is_label_file(file.path))
+    archives = [file for file in listing.others if _split(file.path)]
+    return iter(archives and archives + [file for file in listing.others if is_label_file(file.path)])
 
 
 def index(listing: Listing, config: DataConfig) -> Index:

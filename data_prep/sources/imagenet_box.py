@@ -29,10 +29,6 @@ COUNT = "1,281,167 train and 50,000 test (val) images"
 _NAME = re.compile(r"(?:^|/)(?:train_data(?:_batch_\d+)?|val_data)(?:\.npz)?$")
 
 
-def recognise(listing: Listing, config: DataConfig) -> str | None:
-    return next((f"it has {file.path}" for file in used(listing, config)), None)
-
-
 def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
     return (file for file in listing.others if _NAME.search(file.path))
 
@@ -49,15 +45,19 @@ def index(listing: Listing, config: DataConfig) -> Index:
             found.skipped["other_size"] += 1
             continue
         name = path.rpartition("/")[2].removesuffix(".npz")
-        size = 3 * batch.side * batch.side
-        for row in range(batch.num_rows):
-            label = None if batch.labels is None else batch.labels[row] - 1  # they count from 1
-            place: dict[str, Any] = (
-                dict(block=0, row=row) if batch.offset is None else dict(offset=batch.offset + row * size)
-            )
-            split = "train" if name.startswith("train") else "test"
-            found.items.append(Item(f"{name}#{row:06d}", path, size, label=label, split=split, layout=CHW, **place))
+        add_rows(found, batch, path, f"{name}#%06d", "train" if name.startswith("train") else "test", first_label=1)
     return found
+
+
+def add_rows(found: Index, batch: Batch, path: str, key: str, split: str, *, first_label: int = 0) -> None:
+    """`key` has the place of a row's number."""
+    size = 3 * batch.side * batch.side
+    for row in range(batch.num_rows):
+        label = None if batch.labels is None else batch.labels[row] - first_label
+        place: dict[str, Any] = dict(block=0, row=row)
+        if batch.offset is not None:
+            place = dict(offset=batch.offset + row * (batch.stride or size))
+        found.items.append(Item(key % row, path, size, label=label, split=split, layout=CHW, **place))
 
 
 # ---- batches: NumPy archives and pickles, also CIFAR-10's ----------------------------------------------------------
@@ -78,7 +78,8 @@ class Batch:
     num_rows: int
     side: int  # pixels
     labels: list[int] | None
-    offset: int | None  # of row 0 in the file; None: the rows have to be read with `read_rows`
+    offset: int | None  # of row 0 in the file; None: the rows have to be read with `read_block`
+    stride: int | None = None  # bytes from row to row; None: their own
 
 
 def read_batch(stream: pa.NativeFile, *, path: str) -> Batch:

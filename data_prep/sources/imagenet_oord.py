@@ -19,10 +19,6 @@ _NAME = re.compile(r"(?:^|/)(?P<split>train|valid)_(?P<side>\d+)x(?P=side)(?:\.t
 _SPLITS = {"train": "train", "valid": "test"}
 
 
-def recognise(listing: Listing, config: DataConfig) -> str | None:
-    return next((f"it has {file.path}" for file in used(listing, config)), None)
-
-
 def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
     tars = (file for file in listing.others if file.path.endswith(".tar"))
     return (file for file in (*tars, *listing.images) if _NAME.search(file.path))
