@@ -177,11 +177,7 @@ def race(
     Returns the result and {part of the chain, "total": float32 [N], bits/dim of each test image with averaged weights}.
     Compiled on a GPU only.
     """
-    data = torch.from_numpy(train.copy()).to(device).permute(0, 3, 1, 2)
-    trained = [
-        _train(network, variant.settings, data, seconds=seconds * share, seed=seed + number)
-        for number, (network, share) in enumerate(zip(variant.networks, variant.shares, strict=True))
-    ]
+    trained = train_chain(train, variant, seconds=seconds, seed=seed, device=device)
     models = {state.model.config.stage: state.model for state, _ in trained}
     raw = score(models, test)
     with ExitStack() as averaged:
@@ -204,6 +200,17 @@ def race(
         "stages": stages,
     }
     return result, scores
+
+
+def train_chain(
+    train: np.ndarray, variant: Variant, *, seconds: float, seed: int = 0, device: str = "cuda"
+) -> list[tuple[TrainState, dict[str, Any]]]:
+    """Each network of the chain after its share of the seconds, and what it did."""
+    data = torch.from_numpy(train.copy()).to(device).permute(0, 3, 1, 2)
+    return [
+        _train(network, variant.settings, data, seconds=seconds * share, seed=seed + number)
+        for number, (network, share) in enumerate(zip(variant.networks, variant.shares, strict=True))
+    ]
 
 
 def _mean(scores: np.ndarray) -> dict[str, float]:
