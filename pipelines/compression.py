@@ -180,7 +180,7 @@ def _images(config: ExperimentConfig, data: Success, store: Store) -> tuple[Sequ
     if config.images is not None:
         if bits < 8 and config.image_bits != bits:
             raise UserError(f"image_bits is {config.image_bits}; this chain codes {bits} bits: image_bits={bits}")
-        user = images.for_scoring(config)
+        user = images.for_scoring(replace(config, image_fit="exact"))
         return user.keys, user.values
     uri = join(data.output(store).uri, data.named["dataset"])
     num_test = open_dataset(uri).num_images("test")

@@ -265,6 +265,7 @@ MISTAKES = {
     "both": (("out=NEW", "split=test", "images=a.png"), "compress.py takes either images="),
     "another split": (("out=NEW", "split=tset"), "split"),
     "out is there": (("out=HERE", "split=test"), "HERE exists; remove it or choose another name"),
+    "another size": (("out=NEW", "images=5.png"), "5.png is 5x5; the model scores 4x4 images, 8-bit RGB"),
     "an unknown key": (("out=NEW", "splitt=test"), "splitt"),
 }
 
@@ -274,6 +275,7 @@ def test_mistakes_are_answered_in_one_line(case: str, call, tmp_path: Path, monk
     arguments, message = MISTAKES[case]
     monkeypatch.chdir(tmp_path)
     Path("HERE").touch()
+    Image.new("RGB", (5, 5)).save("5.png")
     code, _, err = call(compress, *arguments)
     assert code == 2 and message in err and err.count("\n") == 1 and not Path("NEW").exists()
 
