@@ -20,9 +20,9 @@ from pipelines import cli
 from pipelines.config import ExperimentConfig, stage_model_config, stage_names, train_node
 from pipelines.loading import load
 
-# What GPU-hours rest on: the share of the card's FLOP/s (spn.gpu.flops) that training reaches. Measured on the presets'
-# networks: 0.59 to 0.62, celebahq256's 0.49 (benchmarks/results/train/); validation, checkpoints and waiting for data
-# come out of the rest.
+# What GPU-hours rest on: the share of the card's FLOP/s (spn.gpu.flops) that training and scoring reach. Measured on
+# the presets' networks: training 0.59 to 0.62, celebahq256's 0.49 (benchmarks/results/train/); scoring 0.63 and 0.51
+# (benchmarks/results/evaluate/). Validation, checkpoints and waiting for data come out of the rest.
 CARD, MFU = "H100", 0.5
 
 # Parameters that the paper states: table 4 by data set, appendix C for the first slice of ImageNet 128.
@@ -52,10 +52,13 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def describe(config: ExperimentConfig) -> dict[str, Any]:
-    """{"config": name, "stages": {stage: parameters, FLOPs, batch, cost}, "gpu_hours": of all stages}."""
+    """{"config": name, "stages": {stage: parameters, FLOPs, batch, cost}, "gpu_hours": to train all stages,
+    "scoring_gpu_hours": to score 1,000 images with all slices of all stages}."""
     stages = {stage: describe_stage(config, stage) for stage in stage_names(config)}
     total = sum(found["cost"]["gpu_hours"] for found in stages.values())
-    return {"config": config.name, "stages": stages, "gpu_hours": total}
+    slices = {stage: 1 if stage == "first_slice" else config.scaling_factor**2 for stage in stages}
+    scoring = _gpu_hours(1000 * sum(found["flops_per_slice"] * slices[stage] for stage, found in stages.items()))
+    return {"config": config.name, "stages": stages, "gpu_hours": total, "scoring_gpu_hours": scoring}
 
 
 def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
@@ -89,9 +92,15 @@ def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
             "card": CARD,
             "peak_flops": PEAK_FLOPS[CARD],
             "mfu": MFU,
-            "gpu_hours": total_flops / (MFU * PEAK_FLOPS[CARD]) / 3600,
+            "gpu_hours": _gpu_hours(total_flops),
         },
     }
+
+
+def _gpu_hours(flops: float) -> float:
+    from spn.gpu.flops import PEAK_FLOPS
+
+    return flops / (MFU * PEAK_FLOPS[CARD]) / 3600
 
 
 def as_text(description: dict[str, Any]) -> str:
@@ -112,8 +121,9 @@ def as_text(description: dict[str, Any]) -> str:
         ]
     lines += [
         "",
-        f"all stages: about {description['gpu_hours']:,.2f} GPU-hours of an {cost['card']}, if training in bfloat16 "
-        f"reaches {cost['mfu']:.0%} of {cost['peak_flops'] / 1e12:.0f} TFLOP/s (assumed)",
+        f"scoring 1,000 images: about {60 * description['scoring_gpu_hours']:,.2f} GPU-minutes",
+        f"all stages: about {description['gpu_hours']:,.2f} GPU-hours of an {cost['card']}, if training and scoring in "
+        f"bfloat16 reach {cost['mfu']:.0%} of {cost['peak_flops'] / 1e12:.0f} TFLOP/s (assumed)",
     ]
     return "\n".join(lines)
 

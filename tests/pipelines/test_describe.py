@@ -19,7 +19,7 @@ from pipelines.config import stage_model_config, stage_names
 from pipelines.loading import load, preset_names
 from spn.gpu.flops import forward_flops
 
-TOLERANCE = 0.12
+TOLERANCE, ROOT = 0.12, Path(__file__).parents[2]
 
 
 @functools.cache
@@ -154,8 +154,18 @@ def test_gpu_hours_are_flops_over_what_a_gpu_is_assumed_to_reach(capsys: pytest.
     assert "50% of 790 TFLOP/s (assumed)" in last and f"{whole['gpu_hours']:,.2f} GPU-hours of an H100" in last
 
 
+def test_hours_of_scoring_follow_from_the_same_share_of_a_gpus_flops() -> None:
+    """Measured for imagenet64: 152.6 images per second, a quarter more than that."""
+    measured = json.loads((ROOT / "benchmarks/results/evaluate/imagenet64.json").read_text())["images_per_sec"]
+    whole = describe.describe(load("imagenet64"))
+    flops = {stage: found["flops_per_slice"] for stage, found in whole["stages"].items()}
+    seconds = (flops["first_slice"] + 4 * flops["size_upscale"] + 4 * flops["depth_upscale"]) / (0.5 * 790e12)
+    assert whole["scoring_gpu_hours"] * 3600 / 1000 == pytest.approx(seconds)
+    assert 1 < measured * seconds < 1.3
+
+
 def test_costs_on_the_page_about_clusters_are_those_described() -> None:
-    page = (Path(__file__).parents[2] / "docs/cluster.md").read_text()
+    page = (ROOT / "docs/cluster.md").read_text()
     stages = described("imagenet128")
     flops = {stage: found["cost"]["training_flops"] for stage, found in stages.items()}
     hours = {stage: found["cost"]["gpu_hours"] for stage, found in stages.items()}
