@@ -1,9 +1,8 @@
-"""Decoding one slice incrementally: one decoder step a pixel, nothing recomputed that does not change.
+"""Decoding one slice incrementally: one decoder step per value, nothing recomputed that does not change.
 
   attention   keys and values of earlier pixels are cached;
-  PixelCNN    what the rows above contribute (vertical stack, and s) is computed once a row, what the pixel to the left
-              and the attention contribute once a pixel;
-  R, G, B     each computes only its own group of channels, since masks are block-triangular over groups.
+  PixelCNN    what the rows above contribute (vertical stack, and s) is computed once per row, what attention and the
+              pixel to the left contribute once per pixel, what the pixel itself contributes for each of R, G and B.
 Weights are read through `prepare`, caches are arguments: no module is changed. The logits equal the whole network's.
 
 B batch, h w slice, V values, L PixelCNN layers, C conv channels, R residual channels, D attention width.
@@ -11,7 +10,7 @@ B batch, h w slice, V values, L PixelCNN layers, C conv channels, R residual cha
 
 from __future__ import annotations
 
-import itertools
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spn.layers import TransformerLayer, group_sizes
+from spn.layers import MaskedLinear, TransformerLayer
 from spn.model import SPN, ModernDecoder, PaperDecoder
-from spn.modern import STEM_COLUMNS, STEM_ROWS, ModernLayer, rms_norm
+from spn.modern import STEM_COLUMNS, STEM_ROWS, GroupNorm, ModernLayer
 
 
 @dataclass(frozen=True)
@@ -88,20 +87,17 @@ Observe = Callable[[Tensor, int, int, int], None]  # (logits [B, V], row, column
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One PixelCNN layer with its masked matrices cut into the blocks of each RGB group.
-
-    Gate channels are reordered to (tanh R, sigmoid R, tanh G, sigmoid G, tanh B, sigmoid B), so a group is one range.
-    """
+    """One PixelCNN layer, with its masks applied."""
 
     above: Tensor  # [6 C, 2C] vertical convolution and its 1x1 link folded into one map of two rows by three columns
     above_bias: Tensor  # [2C], with the bias of the horizontal stack
     left: Tensor  # [C, 2C]
     context: Tensor | None  # [channels of s, 2C]
     attention: Tensor  # [D, 2C]
-    gain: Tensor | None  # [R] of the norm within RGB groups (recipe modern)
-    down: tuple[tuple[Tensor, Tensor], ...]  # per group: weight [groups up to it of R, group of C], bias; () if first
-    current: tuple[Tensor, ...]  # per group: [groups it may see of C, group of 2C]
-    up: tuple[tuple[Tensor, Tensor], ...]  # per group: [groups up to it of C, group of R], bias
+    norm: GroupNorm | None  # recipe modern
+    down: tuple[Tensor, Tensor] | None  # [R, C], bias; None in the first layer
+    current: Tensor  # [C, 2C]
+    up: tuple[Tensor, Tensor]  # [C, R], bias
 
 
 @dataclass(frozen=True)
@@ -113,12 +109,9 @@ class DecoderWeights:
     stem: Tensor | None  # [rows * columns * 24, D] of recipe modern
     surroundings: Tensor | None  # [channels of s, D]: what attention reads of s (recipe modern)
     direct: tuple[Tensor, Tensor] | None  # of attention [D, R] and of s [channels, R] (recipe modern)
-    gain: Tensor | None  # [R] of the norm before the head (recipe modern)
-    head: tuple[tuple[Tensor, Tensor], ...]  # per group: [groups up to it of R, V], bias
-    conv_ends: tuple[int, ...]  # end of each group in C
-    stream_ends: tuple[int, ...]  # end of each group in R
-    height: int
-    width: int
+    norm: GroupNorm | None  # before the head (recipe modern)
+    head: tuple[Tensor, Tensor]  # [R, 3V], bias
+    size: int  # h = w
 
 
 @dataclass
@@ -131,114 +124,77 @@ class DecoderCache:
     row: list[Tensor]  # per layer [B, w + 1, C]: its input in this row, after one column of padding
     from_above: list[Tensor]  # per layer [B, w, 2C]: what rows above and s add to the gate in this row
     gate: list[Tensor]  # per layer [B, 2C]: pre-activation of this pixel, all but the pixel itself
-    hidden: list[Tensor]  # per layer [B, C]: gated activations of this pixel
     surroundings: Tensor | None  # [B, w, D]: what s adds to the input of attention in this row (recipe modern)
     direct_above: Tensor | None  # [B, w, R]: what s adds to the stream in this row (recipe modern)
     direct: Tensor | None  # [B, R]: what attention and s add to the stream at this pixel (recipe modern)
     pixels: Tensor | None  # [B, h + 3, w + 6, 24]: embedded pixels so far, zero-padded, for the stem of recipe modern
-    normed: list[Tensor]  # per layer with a norm: the stream before it, normed [B, R]
-    features: Tensor  # [B, R]: the normed stream that the head reads (recipe modern)
-    streams: list[Tensor]  # after each layer [B, R]: a later group reads what earlier groups were at *that* depth
 
 
-def _ends(num_channels: int) -> tuple[int, ...]:
-    return tuple(itertools.accumulate(group_sizes(num_channels)))
+def _masked(layer: MaskedLinear) -> tuple[Tensor, Tensor]:
+    """Weight [in, out] and bias."""
+    return layer.masked_weight().t().contiguous(), layer.bias.clone()
 
 
 @torch.no_grad()
 def prepare(model: SPN) -> DecoderWeights:
-    """Cut the decoder's masked weights into the blocks that decoding uses; copies, never changes them."""
+    """The decoder's weights as decoding uses them; copies, never changes them."""
     decoder, own = model.decoder, model.config.decoder
-    conv, stream = _ends(own.conv_channels), _ends(own.residual_channels)
-    starts = (0, *conv[:-1])
     attn_width = own.num_attn_heads * own.attn_head_dim
-    order = torch.cat(
-        [
-            torch.cat([torch.arange(lo, hi), torch.arange(lo, hi) + own.conv_channels])
-            for lo, hi in zip(starts, conv, strict=True)
-        ]
-    )
     layers = []
     for layer in decoder.layers:
-        local = _ends(24) if layer.is_first else conv
-        link = layer.link.weight[order]
         assert layer.vertical.bias is not None
-        fold = torch.einsum("og,gcyx->yxco", link, layer.vertical.weight).flatten(0, 2)  # [6 C, 2C]
-        cond = layer.cond.weight[order].t()
-        current, up, down = layer.current.masked_weight()[order], layer.up.masked_weight(), []
-        blocks, ups = [], []
-        for group in range(3):
-            lo, hi = starts[group], conv[group]
-            # The first layer (mask A) sees only earlier groups of the pixel, later layers (mask B) also their own.
-            seen = (0, *local)[group] if layer.is_first else local[group]
-            blocks.append(current[2 * lo : 2 * hi, :seen].t().contiguous())
-            rows = slice((0, *stream)[group], stream[group])
-            ups.append((up[rows, :hi].t().contiguous(), layer.up.bias[rows].clone()))
-            if layer.down is not None:
-                weight = layer.down.masked_weight()[lo:hi, : stream[group]]
-                down.append((weight.t().contiguous(), layer.down.bias[lo:hi].clone()))
+        fold = torch.einsum("og,gcyx->yxco", layer.link.weight, layer.vertical.weight).flatten(0, 2)  # [6 C, 2C]
+        cond = layer.cond.weight.t()
         layers.append(
             LayerWeights(
                 above=fold.contiguous(),
-                above_bias=link @ layer.vertical.bias + layer.current.bias[order],
-                left=layer.left.weight[order].t().contiguous(),
+                above_bias=layer.link.weight @ layer.vertical.bias + layer.current.bias,
+                left=layer.left.weight.t().contiguous(),
                 context=cond[attn_width:].contiguous() if model.embedder is not None else None,
                 attention=cond[:attn_width].contiguous(),
-                gain=None if layer.norm is None else layer.norm.gain.clone(),
-                down=tuple(down),
-                current=tuple(blocks),
-                up=tuple(ups),
+                norm=copy.deepcopy(layer.norm),
+                down=None if layer.down is None else _masked(layer.down),
+                current=layer.current.masked_weight().t().contiguous(),
+                up=_masked(layer.up),
             )
         )
-    values, head = decoder.num_values, decoder.head.masked_weight()
-    heads = tuple(
-        (
-            head[g * values : (g + 1) * values, : stream[g]].t().contiguous(),
-            decoder.head.bias[g * values : (g + 1) * values].clone(),
-        )
-        for g in range(3)
-    )
-    size = model.config.slice_size
-    stem = surroundings = direct = gain = None
+    stem = surroundings = direct = norm = None
     if isinstance(decoder, ModernDecoder):
         stem = decoder.stem.masked_weight().permute(2, 3, 1, 0).flatten(0, 2).contiguous()
         if decoder.surroundings is not None:
             surroundings = decoder.surroundings.weight.t().contiguous()
         maps = decoder.direct.weight.t()
         direct = (maps[:attn_width].contiguous(), maps[attn_width:].contiguous())
-        gain = decoder.norm.gain.clone()
-    return DecoderWeights(decoder, tuple(layers), stem, surroundings, direct, gain, heads, conv, stream, size, size)
+        norm = copy.deepcopy(decoder.norm)
+    head, size = _masked(decoder.head), model.config.slice_size
+    return DecoderWeights(decoder, tuple(layers), stem, surroundings, direct, norm, head, size)
 
 
 def new_cache(weights: DecoderWeights, batch: int) -> DecoderCache:
     """An empty cache for a batch of slices, of the weights' type and device."""
     like = weights.layers[0].left
     attention = weights.decoder.attention
-    length = weights.height * weights.width
+    size = weights.size
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     heads = [layer.num_heads if isinstance(layer, ModernLayer) else layer.attn.num_heads for layer in attention.layers]
     width = attention.norm.weight.shape[0]
-    rows, columns = weights.height + STEM_ROWS - 1, weights.width + STEM_COLUMNS - 1
+    rows, columns = size + STEM_ROWS - 1, size + STEM_COLUMNS - 1
     inputs = [layer.left.shape[0] for layer in weights.layers]
     gates = [layer.left.shape[1] for layer in weights.layers]
     return DecoderCache(
-        keys=[zeros(batch, n, length, width // n) for n in heads],
-        values=[zeros(batch, n, length, width // n) for n in heads],
-        above=[zeros(batch, 2, weights.width + 2, c) for c in inputs],
-        row=[zeros(batch, weights.width + 1, c) for c in inputs],
-        from_above=[zeros(batch, weights.width, g) for g in gates],
+        keys=[zeros(batch, n, size**2, width // n) for n in heads],
+        values=[zeros(batch, n, size**2, width // n) for n in heads],
+        above=[zeros(batch, 2, size + 2, c) for c in inputs],
+        row=[zeros(batch, size + 1, c) for c in inputs],
+        from_above=[zeros(batch, size, g) for g in gates],
         gate=[zeros(batch, g) for g in gates],
-        hidden=[zeros(batch, weights.conv_ends[-1]) for _ in gates],
         surroundings=None,
         direct_above=None,
         direct=None,
         pixels=None if weights.stem is None else zeros(batch, rows, columns, weights.layers[0].left.shape[0]),
-        normed=[zeros(batch, weights.stream_ends[-1] if layer.gain is not None else 0) for layer in weights.layers],
-        features=zeros(batch, weights.stream_ends[-1] if weights.gain is not None else 0),
-        streams=[zeros(batch, weights.stream_ends[-1]) for _ in gates],
     )
 
 
@@ -293,7 +249,7 @@ def start_pixel(weights: DecoderWeights, cache: DecoderCache, previous: Tensor, 
 
     previous [B, 24]: embedded pixel before this one in raster order, zeros for the first.
     """
-    decoder, position = weights.decoder, row * weights.width + column
+    decoder, position = weights.decoder, row * weights.size + column
     x = decoder.attention.project(previous)
     if isinstance(decoder, ModernDecoder):
         assert cache.pixels is not None and weights.stem is not None
@@ -318,38 +274,24 @@ def start_pixel(weights: DecoderWeights, cache: DecoderCache, previous: Tensor, 
 
 
 def channel_logits(weights: DecoderWeights, cache: DecoderCache, column: int, channel: int) -> Tensor:
-    """Logits [B, V] of one channel of the current pixel; earlier channels must be in the first layer's `row`."""
-    lo, hi = (0, *weights.conv_ends)[channel], weights.conv_ends[channel]
-    seen = weights.stream_ends[channel]
-    own = slice((0, *weights.stream_ends)[channel], seen)
-    for i, layer in enumerate(weights.layers):
-        a = cache.row[i][:, column + 1]  # [B, C]
-        if layer.down:
-            weight, bias = layer.down[channel]
-            before = cache.streams[i - 1]
-            if layer.gain is not None:
-                cache.normed[i][:, own] = rms_norm(before[:, own]) * layer.gain[own]
-                before = cache.normed[i]
-            a[:, lo:hi] = torch.addmm(bias, before[:, :seen], weight)
-        current = layer.current[channel]
-        gate = cache.gate[i][:, 2 * lo : 2 * hi]
-        if current.shape[0]:
-            gate = torch.addmm(gate, a[:, : current.shape[0]], current)
-        f, g = gate.chunk(2, dim=1)
-        cache.hidden[i][:, lo:hi] = torch.tanh(f) * torch.sigmoid(g)
-        weight, bias = layer.up[channel]
-        change = torch.addmm(bias, cache.hidden[i][:, :hi], weight)
-        if layer.down:
-            change = change + cache.streams[i - 1][:, own]
-        elif cache.direct is not None:
-            change = change + cache.direct[:, own]
-        cache.streams[i][:, own] = change
-    weight, bias = weights.head[channel]
-    stream = cache.streams[-1]
-    if weights.gain is None:
-        return torch.addmm(bias, F.relu(stream[:, :seen]), weight)
-    cache.features[:, own] = rms_norm(stream[:, own]) * weights.gain[own]
-    return torch.addmm(bias, cache.features[:, :seen], weight)
+    """Logits [B, V] of one channel of the current pixel; earlier channels must be in the first layer's `row`.
+
+    All channels of the layers are computed. Those that read what is not known yet do not reach these logits, for the
+    masks are in the weights; the last of the three calls leaves every one as it should be.
+    """
+    x = cache.direct  # [B, R]: nothing yet, but in recipe modern
+    for layer, row, gate in zip(weights.layers, cache.row, cache.gate, strict=True):
+        a = row[:, column + 1]  # [B, C]
+        if layer.down is not None:
+            assert x is not None
+            a[:] = torch.addmm(layer.down[1], x if layer.norm is None else layer.norm(x), layer.down[0])
+        f, g = torch.addmm(gate, a, layer.current).chunk(2, dim=1)
+        change = torch.addmm(layer.up[1], torch.tanh(f) * torch.sigmoid(g), layer.up[0])
+        x = change if x is None else x + change
+    assert x is not None
+    x = F.relu(x) if weights.norm is None else weights.norm(x)
+    own = slice(channel * weights.decoder.num_values, (channel + 1) * weights.decoder.num_values)
+    return torch.addmm(weights.head[1][own], x, weights.head[0][:, own])
 
 
 @torch.no_grad()
@@ -369,11 +311,11 @@ def decode_slice(
     cache = new_cache(weights, batch)
     table, values = weights.decoder.intensity.table, weights.decoder.num_values
     units = table.embedding_dim
-    target = torch.zeros((batch, 3, weights.height, weights.width), dtype=torch.long, device=cache.streams[0].device)
     previous = torch.zeros_like(cache.row[0][:, 0])
-    for row in range(weights.height):
-        start_row(weights, cache, None if context is None else context[:, row].to(cache.streams[0].dtype))
-        for column in range(weights.width):
+    target = torch.zeros((batch, 3, weights.size, weights.size), dtype=torch.long, device=previous.device)
+    for row in range(weights.size):
+        start_row(weights, cache, None if context is None else context[:, row].to(previous.dtype))
+        for column in range(weights.size):
             start_pixel(weights, cache, previous, row, column)
             pixel = cache.row[0][:, column + 1]
             for channel in range(3):

@@ -133,19 +133,6 @@ def _left_forgotten(monkeypatch) -> None:
     monkeypatch.setattr(decoding, "start_pixel", wrong)
 
 
-def _streams_from_last_layer(monkeypatch) -> None:
-    """A later colour reads what earlier colours were after the last layer, not at its own depth."""
-    right = decoding.channel_logits
-
-    def wrong(weights, cache, column, channel):
-        logits = right(weights, cache, column, channel)
-        for stream in cache.streams[:-1]:
-            stream.copy_(cache.streams[-1])
-        return logits
-
-    monkeypatch.setattr(decoding, "channel_logits", wrong)
-
-
 WRONG = [
     _no_end_row,
     _one_row_kept,
@@ -153,7 +140,6 @@ WRONG = [
     _values_one_late,
     _row_contribution_stale,
     _left_forgotten,
-    _streams_from_last_layer,
 ]
 
 
@@ -177,9 +163,9 @@ def decode_in_steps(model: SPN, target: Tensor, context: Tensor | None) -> Itera
     cache = decoding.new_cache(weights, len(target))
     pixels = model.decoder.intensity(target.permute(0, 2, 3, 1))
     previous = torch.zeros_like(pixels[:, 0, 0])
-    for row in range(weights.height):
+    for row in range(weights.size):
         decoding.start_row(weights, cache, None if context is None else context[:, row])
-        for column in range(weights.width):
+        for column in range(weights.size):
             decoding.start_pixel(weights, cache, previous, row, column)
             for channel in range(3):
                 yield decoding.channel_logits(weights, cache, column, channel)
@@ -239,15 +225,9 @@ def test_sampling_leaves_the_network_as_it_was(stage_network):
     assert all(p.grad is None for p in model.parameters())
     weights = prepare(model)
     for layer in weights.layers:
-        for tensor in (layer.above, layer.above_bias, layer.left, layer.context, layer.attention):
+        for tensor in (layer.above, layer.above_bias, layer.left, layer.context, layer.attention, layer.current):
             tensor.zero_()
-        for pair in (*layer.down, *layer.up):
-            for tensor in pair:
-                tensor.zero_()
-        for tensor in layer.current:
-            tensor.zero_()
-    for pair in weights.head:
-        for tensor in pair:
-            tensor.zero_()
+    for tensor in (*weights.head, *(tensor for layer in weights.layers for tensor in (*(layer.down or ()), *layer.up))):
+        tensor.zero_()
     for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
         assert torch.equal(tensor, before[0][name][0]), name
