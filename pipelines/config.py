@@ -359,19 +359,12 @@ def node_names(stages: Sequence[str]) -> list[str]:
     return ["prepare_data", *(train_node(stage) for stage in stages), "evaluate", "sample", "report"]
 
 
-def settable_resources(node: str) -> dict[str, str]:
-    """{key that `resources.per_node.<node>` may have: ""; any other key: why it has no effect}."""
-    trains = node.startswith("train_")
-    has_workers = trains or node in ("evaluate", "sample")
-    return {
-        "num_workers": "" if has_workers else "has no workers",
-        "cpus_per_worker": "",
-        "use_gpu": "" if has_workers else "uses no GPU",
-        "gpus_per_worker": "" if has_workers else "uses no GPU",
-        "num_to_keep": "" if trains else "keeps no checkpoints",
-        "max_failures": "",
-        "retry_wait_sec": "",
-    }
+def settable_resources(node: str) -> list[str]:
+    """Keys that `resources.per_node.<node>` may have: those with an effect on it."""
+    keys = ["cpus_per_worker", "max_failures", "retry_wait_sec"]
+    if node.startswith("train_") or node in ("evaluate", "sample"):
+        keys += ["num_workers", "use_gpu", "gpus_per_worker"]
+    return [*keys, "num_to_keep"] if node.startswith("train_") else keys
 
 
 # ---- rules between fields (those of one field are checked by its dataclass) ------------------------------------------

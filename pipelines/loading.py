@@ -188,7 +188,10 @@ def _build(file: DictConfig, layers: Sequence[DictConfig]) -> ExperimentConfig:
         valid = list(dict.fromkeys([*stages, *map(stage_kind, stages)]))
         _check_names(section, "stage", raw, given, valid, [*before, *map(stage_kind, before)])
     _check_names("resources.per_node", "node", raw, given, node_names(stages), node_names(before))
-    _check_settable(per_node)
+    for node, changes in per_node.items():
+        settable = settable_resources(node)
+        for key in (key for key in changes if key not in settable):
+            raise _Mistake(f"resources.per_node.{node}.{key} has no effect; valid: {', '.join(settable)}")
     temperature, top_p = values["sample"]["temperature"], values["sample"]["top_p"]
     values["sample"]["temperature"] = {s: temperature.get(s, temperature.get(stage_kind(s), 1.0)) for s in stages}
     values["sample"]["top_p"] = {s: top_p.get(s, top_p.get(stage_kind(s))) for s in stages}
@@ -245,12 +248,10 @@ def _overlaid(base: dict[str, Any], named: dict[str, Any], typed: dict[str, Any]
 def _node_base(resources: dict[str, Any], node: str) -> dict[str, Any]:
     """A node's resources before those of its own: what has an effect on it. The CPUs of nodes without workers are set
     by per_node alone."""
-    settable = settable_resources(node)
-    alone = "cpus_per_worker" if settable["num_workers"] else ""
-    return {
-        f.name: f.default if settable[f.name] or f.name == alone else resources[f.name]
-        for f in dataclasses.fields(NodeResources)
-    }
+    taken = set(settable_resources(node))
+    if "num_workers" not in taken:
+        taken.discard("cpus_per_worker")
+    return {f.name: resources[f.name] if f.name in taken else f.default for f in dataclasses.fields(NodeResources)}
 
 
 def _construct(cls: type, values: Any, path: str = "") -> Any:
@@ -312,16 +313,6 @@ def _check_names(
         fell_away = name in before and OmegaConf.select(given, f"{section}.{name}") is None
         if name not in valid and not fell_away:
             raise _Mistake(f"{section}: the config has no {what} {name!r}; {nearest(name, valid)}")
-
-
-def _check_settable(per_node: dict[str, Any]) -> None:
-    for node, changes in per_node.items():
-        settable = settable_resources(node)
-        for key in changes:
-            if settable[key]:
-                valid = ", ".join(name for name, why_not in settable.items() if not why_not)
-                where = f"resources.per_node.{node}.{key}"
-                raise _Mistake(f"{where} has no effect: {node} {settable[key]}; valid: {valid}")
 
 
 def _nearest_key(path: str, here: Iterable[str]) -> str:

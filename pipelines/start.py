@@ -48,8 +48,7 @@ def start(
     store = run_folder(config)
     only = (images.node,) if images is not None else only
     # Before the raw images are listed: a name needs no data.
-    names = [node.name for node in pipeline.nodes(config, images=images, listed=False)]
-    planning.check_names(names, only=only, **chosen)
+    planning.requested(pipeline.nodes(config, images=images, listed=False), only=only, **chosen)
     nodes = nodes_of(config, store, images=images)
 
     def make_plan() -> planning.Plan:

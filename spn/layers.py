@@ -83,21 +83,15 @@ class GatedPixelCNNLayer(nn.Module):
     """
 
     def __init__(
-        self,
-        *,
-        conv_channels: int,
-        residual_channels: int,
-        cond_channels: int,
-        first_input: Tensor | None,
-        norm: GroupNorm | None = None,
+        self, own: DecoderConfig, *, cond_channels: int, first_input: Tensor | None, norm: GroupNorm | None = None
     ) -> None:
         """first_input: RGB groups of the embedded input channels for the first layer, None for later layers.
 
         norm: of what a later layer reads of the stream, within RGB groups; None as in the paper.
         """
         super().__init__()
-        stream = channel_groups(residual_channels)
-        half = channel_groups(conv_channels)
+        stream = channel_groups(own.residual_channels)
+        half = channel_groups(own.conv_channels)
         # Groups are assigned within each half of the gate, so that tanh[k] and sigmoid[k] belong to one group.
         gate = torch.cat([half, half])
         self.is_first = first_input is not None

@@ -100,8 +100,7 @@ def pixelcnn_layers(config: SPNConfig, pixel_groups: Tensor) -> Sequence[GatedPi
     own = config.decoder
     return module_list(
         GatedPixelCNNLayer(
-            conv_channels=own.conv_channels,
-            residual_channels=own.residual_channels,
+            own,
             cond_channels=cond_channels(config),
             first_input=pixel_groups if i == 0 else None,
             norm=GroupNorm(own.residual_channels) if own.recipe == "modern" and i > 0 else None,

@@ -78,12 +78,7 @@ def plan(
     downstream. keep: adopt their newest output whatever has changed.
     Raises UserError for names that are no nodes and for --only without the inputs that it needs.
     """
-    names = [node.name for node in nodes]
-    check_names(names, only=only, rerun=rerun, keep=keep, start_from=start_from)
-    asked = {name: f"--from {first}" for first in start_from for name in downstream(nodes, first)}
-    asked |= {name: "--rerun" for name in rerun}
-    if contradiction := [name for name in keep if name in asked]:
-        raise UserError(f"{asked[contradiction[0]]} and --keep {contradiction[0]} exclude each other")
+    asked = requested(nodes, only=only, rerun=rerun, keep=keep, start_from=start_from)
     code = {node.name: fingerprint.code_hashes((node.module, *node.modules), sources) for node in nodes}
     draft = Plan(store, (), asked, frozenset(keep), code)
     made: dict[str, Decision] = {}
@@ -249,15 +244,17 @@ def nearest(name: str, valid: Sequence[str]) -> str:
     return f"nearest: {close[0]}" if close else f"valid: {', '.join(valid)}"
 
 
-def check_names(
-    names: Sequence[str],
+def requested(
+    nodes: Sequence[Node],
     *,
     only: Sequence[str] = (),
     rerun: Sequence[str] = (),
     keep: Sequence[str] = (),
     start_from: Sequence[str] = (),
-) -> None:
-    """Raises UserError for a name that is none of `names`, and for options that exclude each other."""
+) -> dict[str, str]:
+    """{node that is to run again: the option that asks for it}. Raises UserError for names that are no nodes, and for
+    options that exclude each other."""
+    names = [node.name for node in nodes]
     for option, values in (("--only", only), ("--rerun", rerun), ("--keep", keep), ("--from", start_from)):
         for value in values:
             if value not in names:
@@ -266,8 +263,11 @@ def check_names(
         raise UserError(
             f"--from {start_from[0]} runs all nodes downstream, --only leaves nodes out; use --rerun with --only"
         )
-    if both := [name for name in rerun if name in keep]:
-        raise UserError(f"--rerun {both[0]} and --keep {both[0]} exclude each other")
     for option, values in (("--rerun", rerun), ("--keep", keep)):
         if outside := [name for name in values if only and name not in only]:
             raise UserError(f"{option} {outside[0]}: --only leaves this node out; name it there too")
+    asked = {name: f"--from {first}" for first in start_from for name in downstream(nodes, first)}
+    asked |= dict.fromkeys(rerun, "--rerun")
+    if both := [name for name in keep if name in asked]:
+        raise UserError(f"{asked[both[0]]} and --keep {both[0]} exclude each other")
+    return asked

@@ -457,16 +457,11 @@ MISTAKES = {
     ): "unknown key resources.per_node.evaluate.num_worker; nearest: resources.per_node.evaluate.num_workers",
     (
         "resources.per_node.report.num_workers=2",
-    ): "resources.per_node.report.num_workers has no effect: report has no workers; valid: cpus_per_worker, "
-    "max_failures, retry_wait_sec",
+    ): "resources.per_node.report.num_workers has no effect; valid: cpus_per_worker, max_failures, retry_wait_sec",
     (
         "resources.per_node.sample.num_to_keep=2",
-    ): "resources.per_node.sample.num_to_keep has no effect: sample keeps no checkpoints; valid: num_workers, "
-    "cpus_per_worker, use_gpu, gpus_per_worker, max_failures, retry_wait_sec",
-    (
-        "resources.per_node.report.use_gpu=true",
-    ): "resources.per_node.report.use_gpu has no effect: report uses no GPU; valid: cpus_per_worker, max_failures, "
-    "retry_wait_sec",
+    ): "resources.per_node.sample.num_to_keep has no effect; valid: cpus_per_worker, max_failures, retry_wait_sec, "
+    "num_workers, use_gpu, gpus_per_worker",
     ("resources.per_node=3",): "resources.per_node is a section, not a value; set resources.per_node.KEY",
     (
         "resources.per_node.report.retry_wait_sec=-1",

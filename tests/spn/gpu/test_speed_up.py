@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spn.config import COMPILE_MODES
+from spn.config import COMPILE_MODES, DecoderConfig
 from spn.gpu.training import MODES, TableLookup, add_shift, run_group, speed_up, table_gradient
 from spn.layers import GatedPixelCNNLayer, channel_groups
 from spn.model import SPN, nll_nats, recompute_activations
@@ -154,9 +154,9 @@ def test_compiled_networks_keep_the_layouts_that_they_have(mode, tiny_config, mo
 @pytest.mark.parametrize("sizes", [[7], [1] * 7, [2, 2, 3], [5, 2]])
 def test_groups_of_layers_equal_the_layers_one_by_one(sizes, randomised):
     """Stream and the gradients of every parameter and input, however many layers a group has."""
-    shape = dict(conv_channels=5, residual_channels=7, cond_channels=4)
+    own, first = DecoderConfig(conv_channels=5, residual_channels=7), channel_groups(24)
     layers = [
-        randomised(GatedPixelCNNLayer(first_input=None if seed else channel_groups(24), **shape), seed)
+        randomised(GatedPixelCNNLayer(own, cond_channels=4, first_input=None if seed else first), seed)
         for seed in range(7)
     ]
     generator = torch.Generator().manual_seed(1)

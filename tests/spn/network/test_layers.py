@@ -108,7 +108,8 @@ def layer_input_groups(x: Tensor) -> Tensor:
 
 def make_pixelcnn_layer(randomised, seed: int, *, first: bool, conv: int = 5, residual: int = 7) -> GatedPixelCNNLayer:
     groups = channel_groups(24) if first else None
-    layer = GatedPixelCNNLayer(conv_channels=conv, residual_channels=residual, cond_channels=4, first_input=groups)
+    own = DecoderConfig(conv_channels=conv, residual_channels=residual)
+    layer = GatedPixelCNNLayer(own, cond_channels=4, first_input=groups)
     return randomised(layer, seed)
 
 
