@@ -177,9 +177,12 @@ def _build(file: DictConfig, layers: Sequence[DictConfig]) -> ExperimentConfig:
         raise _Mistake(_one_line(error)) from None
     _check(raw, ExperimentConfig)
     typed = _typed(raw)
-    if missing := sorted(OmegaConf.missing_keys(typed)):
-        raise _Mistake(f"{missing[0]} is not set")
+    missing = OmegaConf.missing_keys(typed)
+    for key in sorted(missing - {"data.resolutions"}):
+        raise _Mistake(f"{key} is not set")
     values: dict[str, Any] = OmegaConf.to_container(typed)  # type: ignore[assignment]  # a mapping
+    if missing:
+        values["data"]["resolutions"] = [values["data"]["image_size"]]
     per_node = raw.get("resources", {}).get("per_node", {})
     stages = concrete_stages(values["stages"], values["bits"])
     plain = typing.cast(dict[str, Any], OmegaConf.to_container(file))  # an interpolation may wait for an override

@@ -76,7 +76,7 @@ class NodeContext(Generic[ConfigT]):
     config: ConfigT
     inputs: Mapping[str, NodeOutput]  # by upstream node
     out: str  # absolute path or URI of the attempt's folder, which exists if local
-    run: Any  # a RunHandle, with whatever else node functions log through
+    run: Any  # the tracked run, picklable: open() gives what set_tags and the node functions log to; run_id, or None
     progress: Reporter
     extends: NodeOutput | None = None  # a finished output to start from
     restarts: int = 0  # how often it was started before under the same fingerprint without finishing
@@ -91,24 +91,13 @@ class NodeResult:
     sha256: Mapping[str, str] = field(default_factory=dict)  # relative path -> digest, where the node knows it already
 
 
-class RunHandle(Protocol):
-    """Points to the tracked run of a node, or to none. Picklable: it travels to tasks."""
-
-    @property
-    def run_id(self) -> str | None: ...
-
-    def open(self) -> Any:
-        """The run to log to: a context manager with set_tags, and whatever node functions use."""
-
-
 class Tracker(Protocol):
     """Records one run per node. No call raises when the tracking server is down."""
 
-    def start_node(
-        self, node: str, *, tags: Mapping[str, str], params: Any, continue_id: str | None = None
-    ) -> RunHandle: ...
+    def start_node(self, node: str, *, tags: Mapping[str, str], params: Any, continue_id: str | None = None) -> Any:
+        """The node's run, as nodes get it: it has a run_id and open()."""
 
-    def reuse_node(self, node: str, *, tags: Mapping[str, str], reused_run: str | None) -> RunHandle: ...
+    def reuse_node(self, node: str, *, tags: Mapping[str, str], reused_run: str | None) -> Any: ...
 
     def finish(
         self,

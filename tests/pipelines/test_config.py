@@ -178,6 +178,7 @@ def test_command_line_overrides_file_overrides_defaults(tmp_path: Path) -> None:
     assert (load(file).train.num_steps, load(file).train.momentum) == (34, 0.9)
     assert load(file).train.learning_rate == 3e-4, "an exponent without a dot is a number"
     assert load(file, ["train.num_steps=56", "train.num_steps=78"]).train.num_steps == 78
+    assert load(file, ["data.image_size=32"]).data.resolutions == [32], "it follows unless it is set"
     assert load(file, ["data.root=s3://bucket/a=1,b"]).data.root == "s3://bucket/a=1,b"
 
 
@@ -515,7 +516,7 @@ MISTAKES = {
         "data.resolutions=[15]",
         "data.image_size=15",
     ): "data.image_size is 15; scaling_factor, 2, must divide it (nearest: 14)",
-    ("data.image_size=32",): "data.resolutions is [16]; it must contain 32",
+    ("data.resolutions=[16]", "data.image_size=32"): "data.resolutions is [16]; it must contain 32",
     ("bits=[3,9]",): "bits is [3, 9]; each must be from 1 to 8",
     ("bits=[0,8]",): "bits is [0, 8]; each must be from 1 to 8",
     ("bits=[8,3]",): "bits is [8, 3]; it must rise from entry to entry, e.g. [3, 8]",

@@ -46,25 +46,6 @@ def test_the_launcher_accepts_it(cluster: dict[str, Any]) -> None:
     validate_config(prepare_config(copy.deepcopy(cluster)))
 
 
-@pytest.mark.parametrize(
-    ("path", "typo"),
-    [((), "max_worker"), (("docker",), "imgae"), (("available_node_types", "gpu_group"), "min_worker")],
-)
-def test_a_typo_is_caught(cluster: dict[str, Any], path: tuple[str, ...], typo: str) -> None:
-    section = cluster
-    for key in path:
-        section = section[key]
-    section[typo] = 1
-    with pytest.raises(jsonschema.ValidationError, match=typo):
-        validate_config(prepare_config(cluster))
-
-
-def test_a_head_that_does_not_exist_is_caught(cluster: dict[str, Any]) -> None:
-    cluster["head_node_type"] = "hed"
-    with pytest.raises(ValueError, match="head_node_type"):
-        validate_config(prepare_config(cluster))
-
-
 def test_images_hold_the_ray_that_the_constraints_pin(cluster: dict[str, Any]) -> None:
     groups = cluster["available_node_types"]
     assert cluster["docker"]["image"] == f"rayproject/ray:{pinned('ray')}-py311-cpu"

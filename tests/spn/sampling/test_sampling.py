@@ -168,16 +168,6 @@ def test_no_two_of_many_images_share_their_draws():
     assert not (draws[0] == draws[1]).any()
 
 
-def test_draws_are_uniform():
-    """Over many images each place is spread evenly: mean, variance, and independence of neighbouring indices."""
-    draws = uniforms(0, stage="baseline", images=range(4000), image_size=2)
-    assert draws.min() >= 0 and draws.max() < 1
-    assert (draws.mean(0) - 0.5).abs().max() < 4.5 * (1 / 12 / 4000) ** 0.5
-    assert (draws.var(0) - 1 / 12).abs().max() < 0.008
-    centred = (draws - 0.5).flatten(1)
-    assert ((centred[1:] * centred[:-1]).mean(0) * 12).abs().max() < 4.5 * 4000**-0.5
-
-
 # ---- what is given is kept -----------------------------------------------------------------------------------------
 
 
