@@ -98,7 +98,12 @@ def plan(
             made[node.name] = _before_upstream(node, known, unknown, draft)
         else:
             decision = decide(node, known, draft)
-            made[node.name] = decision if selected else _not_selected(decision)
+            if not selected:
+                done = decision.action == SKIP
+                why = decision.reason if done else f"not up to date: {decision.reason}"
+                success = decision.success if done else None
+                decision = Decision(node, NOT_SELECTED, f"not selected; {why}", success=success)
+            made[node.name] = decision
     if missing is not None:
         name, need = missing
         why = made[need].reason.removeprefix("not selected; ")
@@ -146,7 +151,8 @@ def decide(node: Node, upstream: Mapping[str, Success], plan: Plan) -> Decision:
         what = "failed" if unfinished.failed else "was interrupted"
         reason = f"attempt {unfinished.attempt} {what}; continues it"
         return Decision(node, RUN, reason, attempt=unfinished.attempt, extends=extends, **facts)
-    reason = _damage(store, here) or _why_new(past, parts)
+    latest = next((a for a in past if a.success is not None), None) or next((a for a in past if a.ingredients), None)
+    reason = _damage(store, here) or (fingerprint.explain(latest.ingredients, parts) if latest else "no output yet")
     if how and reusable is not None:
         reason = fingerprint.explain(reusable.ingredients, parts)
         reason += f"; extends attempt {reusable.attempt}" if extends else f"; from the beginning, because {how}"
@@ -214,19 +220,6 @@ def _newest(store: Store, past: list[Attempt], node: Node) -> Success:
     for success in attempts.intact(store, past):
         return success
     raise UserError(f"--keep {node.name}: it has no finished output that could be kept")
-
-
-def _why_new(past: list[Attempt], parts: Mapping[str, Any]) -> str:
-    latest = next((a for a in past if a.success is not None), None) or next((a for a in past if a.ingredients), None)
-    if latest is None:
-        return "no output yet"
-    return fingerprint.explain(latest.ingredients, parts)
-
-
-def _not_selected(decision: Decision) -> Decision:
-    if decision.action == SKIP:
-        return Decision(decision.node, NOT_SELECTED, f"not selected; {decision.reason}", success=decision.success)
-    return Decision(decision.node, NOT_SELECTED, f"not selected; not up to date: {decision.reason}")
 
 
 def downstream(nodes: Sequence[Node], first: str) -> list[str]:

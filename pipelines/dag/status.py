@@ -113,7 +113,8 @@ def find_garbage(plan: Plan, *, holder: Mapping[str, Any] | None = None, named: 
     since = None if holder is None else datetime.fromtimestamp(int(holder.get("since", 0.0)), tz=UTC)
     found = []
     for attempt in itertools.chain.from_iterable(past.values()):
-        if attempt.folder not in kept and not (since is not None and _last_start(attempt) >= since):
+        starts = [attempts.time_of(attempt.attempt), *map(datetime.fromisoformat, attempt.starts)]
+        if attempt.folder not in kept and not (since is not None and max(starts) >= since):
             found.append(Garbage(attempt, sum(file.bytes for file in store.walk(attempt.folder))))
     return found
 
@@ -157,7 +158,3 @@ def _kept(plan: Plan, past: Mapping[str, list[Attempt]], named: Container[str]) 
                 if not any(_equals(a.success, read) for a in past.get(above, ()) if a.folder in kept):
                     queue.append((above, made_from))
     return kept
-
-
-def _last_start(attempt: Attempt) -> datetime:
-    return max([attempts.time_of(attempt.attempt), *(datetime.fromisoformat(moment) for moment in attempt.starts)])
