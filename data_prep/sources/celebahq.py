@@ -27,6 +27,7 @@ from data_prep.sources.base import (
     check_series,
     choose_side,
     splits_of,
+    varint,
 )
 
 LAYOUT = """one folder of numbered images (data256x256/00001.jpg, 1024 px PNG or JPEG), with split glow, glow_records,
@@ -156,19 +157,19 @@ def features(record: bytes) -> tuple[dict[str, list[int]], dict[str, list[tuple[
 def _integers(record: bytes, begin: int, end: int) -> Iterator[int]:
     for number, at, value_end in _fields(record, begin, end, bare_numbers=True):
         while number == 1 and at < value_end:
-            value, at = _varint(record, at)
+            value, at = varint(record, at)
             yield value - (1 << 64) if value >> 63 else value
 
 
 def _fields(data: bytes, at: int, end: int, *, bare_numbers: bool = False) -> Iterator[tuple[int, int, int]]:
     """(field number, begin, end of its bytes) of a message; a number's bytes are its varint."""
     while at < end:
-        tag, at = _varint(data, at)
+        tag, at = varint(data, at)
         wire = tag & 7
         if wire == 2:
-            size, at = _varint(data, at)
+            size, at = varint(data, at)
         elif wire == 0:
-            size = _varint(data, at)[1] - at
+            size = varint(data, at)[1] - at
         elif wire in (1, 5):
             size = 8 if wire == 1 else 4
         else:
@@ -178,18 +179,6 @@ def _fields(data: bytes, at: int, end: int, *, bare_numbers: bool = False) -> It
         if wire == 2 or bare_numbers:
             yield tag >> 3, at, at + size
         at += size
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        if at >= len(data) or shift > 63:
-            raise ValueError("a number ends outside of its message")
-        byte = data[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return value & (1 << 64) - 1, at
 
 
 def masked_crc32c(data: bytes) -> int:

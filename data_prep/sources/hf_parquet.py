@@ -27,6 +27,7 @@ from data_prep.sources.base import (
     check_series,
     refuse_bomb,
     splits_of,
+    varint,
 )
 
 LAYOUT = "train-00000-of-00294.parquet, ... with column image (bytes and path of a file) and maybe label"
@@ -151,7 +152,7 @@ def _page_header(stream: pa.NativeFile, at: int, end: int) -> tuple[dict[int, in
     for num_bytes in (1 << 12, 1 << 24):  # its statistics may hold whole values
         try:
             return _thrift_struct(stream.read_at(min(num_bytes, end - at), at), 0)
-        except (IndexError, RecursionError):
+        except (IndexError, RecursionError, pa.ArrowInvalid):
             continue
     raise pa.ArrowInvalid("a page's header is damaged")
 
@@ -163,14 +164,14 @@ def _thrift_struct(data: bytes, at: int) -> tuple[dict[int, int], int]:
     while head := data[at]:
         kind, step, at = head & 15, head >> 4, at + 1
         if not step:
-            step, at = _varint(data, at)
+            step, at = varint(data, at)
             step, number = step >> 1, 0
         number += step
         if kind in (4, 5, 6):
-            value, at = _varint(data, at)
+            value, at = varint(data, at)
             found[number] = (value >> 1) ^ -(value & 1)
         elif kind == 8:
-            size, at = _varint(data, at)
+            size, at = varint(data, at)
             at += size
         elif kind == 12:
             at = _thrift_struct(data, at)[1]
@@ -179,17 +180,6 @@ def _thrift_struct(data: bytes, at: int) -> tuple[dict[int, int], int]:
         elif kind not in (1, 2):
             raise pa.ArrowInvalid("a page's header is damaged")
     return found, at + 1
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        value |= (data[at] & 127) << shift
-        at, shift = at + 1, shift + 7
-        if data[at - 1] < 128:
-            return value, at
-        if shift > 63:
-            raise pa.ArrowInvalid("a page's header is damaged")
 
 
 def _refuse_rows(file: pq.ParquetFile, num_bytes: int, path: str) -> None:

@@ -18,8 +18,6 @@ from data_prep.sources.tars import Member, add_member, is_side_file, members
 LAYOUT = f"""ILSVRC2012_img_train.tar (a tar of n01440764.tar, ...) and ILSVRC2012_img_val.tar (flat), both or one;
 labels of val, if wanted: {LISTS}"""
 
-_Entry = tuple[str, str, Member]  # file, name below train/ or val/, member
-
 _ARCHIVE = re.compile(r"^ILSVRC\d{4}_img_(train|val)(?!_t3)\w*\.tar$")  # task 3's photos are in the whole one
 
 
@@ -29,12 +27,11 @@ def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
 
 
 def index(listing: Listing, config: DataConfig) -> Index:
+    """A synset is the folder's or inner tar's name."""
     found = Index()
-    train: list[_Entry] = []
-    val: list[_Entry] = []
+    entries: list[tuple[str, str, str, Member]] = []  # train or val, file, name below train/ or val/, member
     for file in listing.files:
-        split = _split(file.path)
-        if split is None:
+        if (split := _split(file.path)) is None:
             continue
         with listing.open(file.path) as stream:
             cut = config.allow_truncated_archive
@@ -48,29 +45,24 @@ def index(listing: Listing, config: DataConfig) -> Index:
                     for inner in members(stream, path=where, begin=begin, size=size, allow_truncated=cut):
                         is_odd = is_unsafe(inner.name) or not inner.is_regular
                         name = inner.name if is_odd else inner.name.rpartition("/")[2]
-                        train.append((file.path, f"{synset}/{name}", inner))
+                        entries.append((split, file.path, f"{synset}/{name}", inner))
                 else:
                     name = member.name.removeprefix("./").removeprefix("train/").removeprefix("val/")
-                    (train if split == "train" else val).append((file.path, name, member))
-    _add(listing, found, train, val)
+                    entries.append((split, file.path, name, member))
+    whole = [(split, name) for split, _, name, member in entries if member.is_regular]
+    synsets = {name.partition("/")[0] for split, name in whole if split == "train" and SYNSET.match(name)}
+    number = class_numbers(synsets)
+    names = [name.rpartition("/")[2] for split, name in whole if split == "val" and is_image_name(name)]
+    labels = val_labels(listing, names, train_synsets=synsets)
+    for split, path, name, member in entries:
+        if member.is_regular and not is_image_name(name):
+            found.skipped["not_a_data_file"] += 1
+            continue
+        label = number.get(name.partition("/")[0]) if split == "train" else labels.get(name.rpartition("/")[2])
+        own = "train" if split == "train" else "test"
+        item = Item(f"{split}/{name}", path, member.size, offset=member.offset, label=label, split=own)
+        add_member(found, member, item)
     return found
-
-
-def _add(listing: Listing, found: Index, train: list[_Entry], val: list[_Entry]) -> None:
-    """A synset is the folder's or inner tar's name."""
-    train_synsets = {name.partition("/")[0] for _, name, member in train if SYNSET.match(name) and member.is_regular}
-    number = class_numbers(train_synsets)
-    names = [name.rpartition("/")[2] for _, name, member in val if is_image_name(name) and member.is_regular]
-    labels = val_labels(listing, names, train_synsets=train_synsets)
-    for split, entries in (("train", train), ("test", val)):
-        for path, name, member in entries:
-            if member.is_regular and not is_image_name(name):
-                found.skipped["not_a_data_file"] += 1
-                continue
-            label = number.get(name.partition("/")[0]) if split == "train" else labels.get(name.rpartition("/")[2])
-            key = f"{'train' if split == 'train' else 'val'}/{name}"
-            item = Item(key, path, member.size, offset=member.offset, label=label, split=split)
-            add_member(found, member, item)
 
 
 def _split(path: str) -> str | None:
