@@ -275,7 +275,7 @@ def refuse_bomb(unfolded: int, *, stored: int, where: str) -> None:
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
-    """(a number of up to 64 bits, its end) as protocol buffers and Thrift write it. Raises ArrowInvalid, a ValueError."""
+    """(a number of at most 64 bits, its end) as protocol buffers and Thrift write it. Raises ArrowInvalid."""
     value = shift = 0
     while at < len(data) and shift < 64:
         value |= (data[at] & 127) << shift
