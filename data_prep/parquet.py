@@ -358,7 +358,7 @@ def _footer(stream: pa.NativeFile) -> bytes:
     tail = stream.read_at(8, size - 8) if size >= 12 else b""
     length = int.from_bytes(tail[:4], "little")
     if tail[4:] != b"PAR1" or length > min(size - 12, _MAX_FOOTER_BYTES):
-        raise pa.ArrowInvalid("it is not a Parquet file, or its end is missing")
+        raise pa.ArrowInvalid("it is not a Parquet file (a pointer of Git LFS?), or its end is missing")
     return stream.read_at(length, size - 8 - length)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -235,7 +236,8 @@ def check_photos(config: ExperimentConfig) -> None:
     if made_from not in (None, now):
         raise UserError(
             f"{store.uri} was made from data.root={made_from}, this command has data.root={now}: add "
-            f"--config {store.uri_of(MARKER)} to go on with those photos, or data.root=... to say that you mean others"
+            f"--config {shlex.quote(store.uri_of(MARKER))} to go on with those photos, "
+            "or data.root=... to say that you mean others"
         )
 
 

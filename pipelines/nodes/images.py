@@ -323,13 +323,15 @@ def _files(where: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _matching(pattern: str) -> tuple[Store, list[FileEntry]]:
-    """The last folder without a wildcard, and the files that the parts after it match, part by part."""
+    """The last folder without a wildcard, and the files that the parts after it match, part by part; a part that is
+    itself a name there is no pattern."""
     wild = "*[" if "://" in pattern else "*?["  # after a "?" a URI has options
     parts = pattern.split("/")
     first = next((n for n, part in enumerate(parts) if any(mark in part for mark in wild)), len(parts) - 1)
     store = open_store("/".join(parts[:first]) or ("/" if pattern.startswith("/") else "."))
     folders, fits = [""], []
     for part in parts[first:]:
-        fits = [e for f in folders for e in store.list(f) if fnmatch.fnmatchcase(posixpath.basename(e.path), part)]
+        there = [(posixpath.basename(entry.path), entry) for folder in folders for entry in store.list(folder)]
+        fits = [e for name, e in there if name == part] or [e for name, e in there if fnmatch.fnmatchcase(name, part)]
         folders = [entry.path for entry in fits if entry.is_folder]
     return store, [entry for entry in fits if not entry.is_folder]
