@@ -95,8 +95,8 @@ def unpack(data: bytes, *, name: str) -> tuple[Header, list[bytes]]:
 @contextlib.contextmanager
 def _shown(what: str, header: Header, models: Mapping[str, SPN]) -> Iterator[dict[str, Any]]:
     """How images are coded; progress is shown in rows of pixels of a batch."""
-    num_batches, done = -(-len(header.names) // header.batch_size), itertools.count(1)
-    total = num_batches * rows_to_sample([model.config for model in models.values()])
+    rows, done = rows_to_sample([model.config for model in models.values()]), itertools.count(1)
+    total = rows * -(-len(header.names) // header.batch_size)
     with contextlib.closing(Display()) as display:
         options: dict[str, Any] = dict(batch=header.batch_size, precision=header.numerics["precision"], decoders={})
         yield {**options, "on_row": lambda: display.show({what: Update(next(done), total, "rows")})}
@@ -113,11 +113,11 @@ def compress(config: ExperimentConfig, target: Store, *, check: bool) -> int:
     made = {decision.node.name: decision.success for decision in planned.decisions if decision.success}
     networks = {stage: made[train_node(stage)] for stage in stage_names(config)}
     keys, values = _images(config, made["prepare_data"], store)
-    device = config.resources.per_node["sample"].device
-    on_gpu, models = device == "cuda", _loaded(networks, store, device)
+    resources = config.resources.per_node["sample"]
+    models, on_gpu = _loaded(networks, store, resources.device), resources.use_gpu
     header = Header(
         stages={stage: attempts.content(network, pipeline.WEIGHTS) for stage, network in networks.items()},
-        numerics=coding.numerics(device, precision=config.sample.precision if on_gpu else "float32"),
+        numerics=coding.numerics(resources.device, precision=config.sample.precision if on_gpu else "float32"),
         batch_size=min(len(keys), config.sample.batch_size or (ON_GPU if on_gpu else ON_CPU)),
         image_size=config.data.image_size,
         names=[key if key.lower().endswith(".png") else f"{key}.png" for key in keys],
@@ -126,7 +126,7 @@ def compress(config: ExperimentConfig, target: Store, *, check: bool) -> int:
     )
     pixels = torch.from_numpy(values.copy()).permute(0, 3, 1, 2)
     with naming("sample.batch_size", header.batch_size), _shown("compress", header, models) as options:
-        data = pack(header, list(coding.encode(models, pixels.to(device), **options)))
+        data = pack(header, list(coding.encode(models, pixels.to(resources.device), **options)))
     with reading(target, what="write to"):
         target.write_bytes("", data)
     if check:
@@ -167,10 +167,9 @@ def decompress(config: ExperimentConfig, file: str, target: Store) -> int:
             else:
                 target.write_bytes(name, png(image.permute(1, 2, 0).numpy()))
                 num_whole += 1
-    whole = f"{num_whole} of {len(header.names)} images are in {target.uri}"
+    print(f"{num_whole} of {len(header.names)} images are in {target.uri}")
     if num_whole < len(header.names):
-        raise UserError(f"{file} is damaged, or of other code (git commit {header.git_commit}): {whole}")
-    print(whole)
+        raise UserError(f"{file} is damaged, or was coded by other code (git commit {header.git_commit})")
     return 0
 
 

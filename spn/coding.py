@@ -37,7 +37,7 @@ DECODER = "plain"  # the fused kernels draw from uniform numbers alone; once the
 
 
 def encode(models: Mapping[str, SPN], images: Tensor, *, batch: int, **options: Any) -> Iterator[bytes]:
-    """A stream for each image [N, 3, H, W], on the chain's device, of its last stage's depth; `batch` of them at once.
+    """A stream for each image [N, 3, H, W] of the chain's depth, on its device; `batch` of them are coded at once.
 
     options: precision, decoders and on_row of `sample_chain`.
     """
@@ -167,11 +167,10 @@ def interval(sizes: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 def numerics(device: str, *, precision: str) -> dict[str, str]:
     """What rounding depends on beside the batch width: decoding needs all of it as it was."""
-    found = {"device": device, "precision": precision, "decoder": DECODER, "torch": torch.__version__}
+    card, capability = platform.processor(), torch.backends.cpu.get_cpu_capability()
     if device == "cuda":
-        capability = "{}.{}".format(*torch.cuda.get_device_capability())
-        return {**found, "card": torch.cuda.get_device_name(), "capability": capability}
-    linux = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.*)", linux.read_text()) if linux.exists() else None
-    card = named[1] if named else platform.processor()
-    return {**found, "card": card, "capability": torch.backends.cpu.get_cpu_capability()}
+        card, capability = torch.cuda.get_device_name(), "{}.{}".format(*torch.cuda.get_device_capability())
+    elif (linux := Path("/proc/cpuinfo")).exists() and (named := re.search(r"model name\s*: (.*)", linux.read_text())):
+        card = named[1]
+    found = {"device": device, "card": card, "capability": capability, "precision": precision, "decoder": DECODER}
+    return {**found, "torch": torch.__version__}

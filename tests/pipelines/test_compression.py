@@ -179,8 +179,8 @@ def test_what_is_whole_of_a_damaged_file_is_decoded_and_the_rest_named(call, cod
     ):
         (tmp_path / name).write_bytes(data)
         code, out, err = call(decompress, tmp_path / name, f"out={tmp_path / 'of'}-{name}")
-        assert err.startswith(f"error: {tmp_path / name} is damaged, or of other code") and err.count("\n") == 1
-        assert f": {3 - len(lost)} of 3 images are in " in err
+        assert err.startswith(f"error: {tmp_path / name} is damaged, or was coded by other code (git commit ")
+        assert err.count("\n") == 1 and f"\n{3 - len(lost)} of 3 images are in " in out
         found = pictures(tmp_path / f"of-{name}")
         kept = {n: TEST[n if n in TEST else n.removesuffix(".png")] for n in found}
         assert len(found) == 3 - len(lost) and all(np.array_equal(found[n], image) for n, image in kept.items())
