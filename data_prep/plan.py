@@ -370,7 +370,7 @@ _SOURCES = {
     "imagenet_box": ("imagenet_box",),
     "imagenet_area": ("ilsvrc_folder", "ilsvrc_tar", "hf_parquet", "webdataset"),
     "celebahq": ("celebahq", "hf_parquet", "webdataset"),
-    "cifar10": ("cifar10", "hf_parquet", "webdataset"),
+    "cifar10": ("cifar10", "folder", "hf_parquet", "webdataset"),  # known by its pixels
 }
 _OWN_ID = ("imagenet_oord", "imagenet_box")
 PIXELS = {"cifar10": (32, 1773520551906879786)}  # side; sum of the 64-bit hashes of all images

@@ -12,7 +12,7 @@ import hashlib
 import importlib
 import json
 import re
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -384,7 +384,7 @@ class Reader:
 
     def __init__(self, source: str, root: str) -> None:
         self._layout, self._store = layout(source), open_store(root)
-        self._open: OrderedDict[str, pa.NativeFile] = OrderedDict()
+        self._file = functools.lru_cache(_MAX_OPEN)(self._opened)  # a file that leaves it is closed
         self._block: Sequence[Any] = ()  # one block is held at a time
         self._block_place: tuple[str, int] | None = None
 
@@ -392,8 +392,7 @@ class Reader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        while self._open:
-            self._open.popitem()[1].close()
+        self._file.cache_clear()
 
     @damage_named()
     def read(self, item: Item) -> bytes:
@@ -444,15 +443,9 @@ class Reader:
                     raise
         raise UnusableImage("missing_bytes", f"the row has no bytes, and no file {path} lies below the source's root")
 
-    def _file(self, path: str) -> pa.NativeFile:
-        if path in self._open:
-            self._open.move_to_end(path)
-        else:
-            if len(self._open) == _MAX_OPEN:
-                self._open.popitem(last=False)[1].close()
-            with readable(path):
-                self._open[path] = self._store.open(path)
-        return self._open[path]
+    def _opened(self, path: str) -> pa.NativeFile:
+        with readable(path):
+            return self._store.open(path)
 
 
 def _refuse_large(num_bytes: int) -> None:

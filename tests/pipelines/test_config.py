@@ -82,8 +82,8 @@ DATASETS = {  # id, source
     "imagenet128": ("imagenet_area", "auto"),
     "imagenet256": ("imagenet_area", "auto"),
     "celebahq256": ("celebahq", "celebahq"),
-    "cifar10": ("cifar10", "cifar10"),
-    "cifar10_modern": ("cifar10", "cifar10"),
+    "cifar10": ("cifar10", "auto"),
+    "cifar10_modern": ("cifar10", "auto"),
     "imagenet64_modern": ("imagenet_oord", "imagenet_oord"),
 }
 

@@ -31,7 +31,7 @@ def config(dataset: str, **changes: object) -> DataConfig:
         ("imagenet_box-part", "ilsvrc_folder", False),
         ("imagenet32", "imagenet_box", False),
         ("cifar10", "hf_parquet", True),
-        ("cifar10", "folder", False),
+        ("cifar10", "folder", True),
         ("cifar10-like", "folder", True),
         ("celebahq", "folder", False),
     ],

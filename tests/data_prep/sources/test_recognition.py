@@ -21,7 +21,6 @@ from data_prep import sources
 from data_prep.config import DataConfig
 from data_prep.plan import make_plan
 from data_prep.sources import Source, Unplannable
-from data_prep.sources.cifar10 import CLASSES
 
 
 def config(root: pathlib.Path, **changes: object) -> DataConfig:
@@ -97,15 +96,6 @@ def test_layouts_of_images(tmp_path: pathlib.Path, files: list[str], name: str, 
     assert sum(expected.values()) + sum(found.skipped.values()) == len(files)
     told = config(tmp_path, split="by_photo", num_test_photos=1)
     assert [len(keys) for keys in make_plan(told, sources.find(told)).photos.values()][1:] == [0, 1]
-
-
-def test_folders_with_the_names_of_cifar10_are_it_only_with_its_classes_and_size(tmp_path: pathlib.Path):
-    files = paths("train test", " ".join(CLASSES), "0.png")
-    assert sources.find(config(write(tmp_path / "small", *files, side=32))).name == "cifar10"
-    assert sources.find(config(write(tmp_path / "large", *files, side=96))).name == "folder"
-    assert sources.find(config(write(tmp_path / "more", *files, "val/cat/0.png", side=32))).name == "folder"
-    (tmp_path / "small" / "test/airplane/0.png").write_bytes(b"no image")
-    assert sources.find(config(tmp_path / "small")).name == "folder"
 
 
 def test_images_outside_of_the_splits_are_few_or_an_error(tmp_path: pathlib.Path):
