@@ -42,7 +42,7 @@ from spn.model import SPN
 from spn.sampling import rows_to_sample
 
 MAGIC = b"SPNC\x01"
-MOST_HEADER = 2**28  # bytes, decompressed
+MOST_HEADER, WIDEST = 2**28, 8192  # bytes, decompressed; images at once
 ON_GPU = 256  # images at once unless sample.batch_size says so; on a CPU as many as are drawn
 
 
@@ -64,8 +64,8 @@ class Header:
                 raise UserError(f"{name!r} is not the name of a file in a folder")
         if len({*self.names}) < len(self.names):
             raise UserError("two images have the same name")
-        fits = 1 <= self.batch_size <= len(self.names) == len(self.lengths) and min(self.lengths) >= 0
-        if not fits or self.numerics["precision"] not in PRECISIONS:
+        fits = len(self.names) == len(self.lengths) and 1 <= self.batch_size <= min(len(self.names), WIDEST)
+        if not fits or min(self.lengths) < 0 or self.numerics["precision"] not in PRECISIONS:
             raise UserError("batch_size, lengths or precision of a compressed file are out of range")
 
 

@@ -56,6 +56,9 @@ def decode(
     device = next(next(iter(models.values())).parameters()).device
     for start in range(0, len(streams), batch):
         part = streams[start : start + batch]
+        if not any(part):
+            yield from [None] * len(part)
+            continue
         decoder = Decoder([*part, *[b""] * (batch - len(part))], device)
         images = _sample(models, functools.partial(Coded, code=decoder.take), batch, options)
         for _, image, end in zip(part, images.to(torch.uint8).cpu(), decoder.ends(), strict=False):
