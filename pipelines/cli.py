@@ -249,21 +249,15 @@ def print_notes(
     if idle:
         have = "has" if len(idle) == 1 else "have"
         print(f"note: {', '.join(idle)} {have} no effect on what {arguments.command} does", file=sys.stderr)
-    if {"scaling_factor", "data.image_size"} & set(map(key_of, arguments.overrides)):
-        with contextlib.suppress(UserError):  # the file alone lacks a value
-            _note_batch(config, load(arguments.config))
-
-
-def _note_batch(config: ExperimentConfig, before: ExperimentConfig) -> None:
-    """The paper keeps the pixels of a batch when slices get smaller or larger (appendix C)."""
-    side, usual = (each.data.image_size // each.scaling_factor for each in (config, before))
-    batch, same = config.train.batch_size, before.train.batch_size * usual**2 / side**2
-    if batch != same:
-        print(
-            f"note: a batch of {batch:,} slices of {side}x{side} has {batch / same:.3g} times the pixels of "
-            f"{before.name}'s; train.batch_size={max(1, round(same))} keeps them",
-            file=sys.stderr,
-        )
+    if {"scaling_factor", "data.image_size"}.isdisjoint(map(key_of, arguments.overrides)):
+        return
+    with contextlib.suppress(UserError):  # the file alone lacks a value
+        before, batch = load(arguments.config), config.train.batch_size
+        side, usual = (each.data.image_size // each.scaling_factor for each in (config, before))
+        same = before.train.batch_size * usual**2 / side**2  # as the paper's appendix C has it
+        if batch != same:
+            what = f"{batch:,} slices of {side}x{side} has {batch / same:.3g} times the pixels of {before.name}'s"
+            print(f"note: a batch of {what}; train.batch_size={max(1, round(same))} keeps them", file=sys.stderr)
 
 
 def what_runs(config: ExperimentConfig, *, only: Sequence[str] = (), images: UserImages | None = None) -> Any:

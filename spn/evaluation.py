@@ -33,23 +33,10 @@ def scored_slices(model: SPN, *, first_given: bool) -> range:
 
 
 @torch.no_grad()
-def image_nats(model: SPN, image: Tensor, given: Tensor | None, *, slices: Sequence[int]) -> Tensor:
-    """[B] float64: exact negative log-likelihood in nats of `slices` of each image [B, 3, H, W], summed."""
-    assert not model.training, "dropout would make the likelihood of another network than the one at hand"
-    total = torch.zeros(len(image), dtype=torch.float64, device=image.device)
-    values = image_to_slices(image, model.config.scaling_factor)
-    given = None if given is None else image_to_slices(given, model.config.scaling_factor)
-    for number in slices:
-        index = torch.full((len(image),), number, device=image.device)
-        total += nll_nats(model(values, index, given), values[:, number]).double()
-    return total
-
-
-@torch.no_grad()
 def slice_nats(
     model: SPN, image: Tensor, given: Tensor | None, *, slices: Sequence[int], forward: Forward | None = None
 ) -> Tensor:
-    """[B, len(slices), 3] float64: nats of each slice and channel; summed over both, what `image_nats` gives.
+    """[B, len(slices), 3] float64: exact negative log-likelihood in nats of each slice and channel.
 
     forward: what is called instead of the network itself, such as its compiled form.
     """
@@ -65,12 +52,25 @@ def slice_nats(
     return torch.stack(found, 1)
 
 
+def image_nats(model: SPN, image: Tensor, given: Tensor | None, *, slices: Sequence[int]) -> Tensor:
+    """[B] float64: the same of `slices` of each image [B, 3, H, W], summed."""
+    return slice_nats(model, image, given, slices=slices).sum((1, 2))
+
+
+def stage_nats(
+    model: SPN, image: Tensor, *, slices: Sequence[int], stored_bits: int = 8, forward: Forward | None = None
+) -> Tensor:
+    """[B, len(slices), 3] as above, of the bits that a stage generates of images of `stored_bits` bits."""
+    config = model.config
+    bits = {"given_bits": config.num_given_bits, "num_bits": config.num_bits}
+    values, given = stage_values(image, stored_bits=stored_bits, **bits)
+    return slice_nats(model, values, given, slices=slices, forward=forward)
+
+
 def chain_nats(models: Mapping[str, SPN], image: Tensor) -> dict[str, Tensor]:
     """{stage: [B] nats}: each part of -log P of 8-bit images [B, 3, H, W]; their sum is the whole chain's."""
     parts = {}
     for stage, model in models.items():
-        config = model.config
-        values, given = stage_values(image, stored_bits=8, given_bits=config.num_given_bits, num_bits=config.num_bits)
-        first_given = config.stage == "size_upscale" and "first_slice" in models
-        parts[stage] = image_nats(model, values, given, slices=scored_slices(model, first_given=first_given))
+        first_given = model.config.stage == "size_upscale" and "first_slice" in models
+        parts[stage] = stage_nats(model, image, slices=scored_slices(model, first_given=first_given)).sum((1, 2))
     return parts

@@ -22,9 +22,9 @@ SCHEMA = 2  # a higher number makes every node run again
 # Reviewed edits that change no result: hash of a module's code now -> hash under which finished outputs know it. An
 # entry goes when its module is edited in a way that does change results.
 SAME_RESULTS = {
-    "95366891b363e7b5": "6df208bfde9aa5ca",  # spn.evaluation: slice_nats beside image_nats
-    "047f85c220eb569c": "5d4f79ec0ff9dda7",  # pipelines.nodes.train: checksums; restarts and two scores in MLflow
-    "06a91873d3e10db5": "d63665b2f9b8a05b",  # pipelines.nodes.evaluate: each file is read once
+    "2696e1943f20ae4d": "6df208bfde9aa5ca",  # spn.evaluation: nats of each slice and channel, summed
+    "33977e46bb503e4a": "5d4f79ec0ff9dda7",  # pipelines.nodes.train: checksums; restarts and two scores in MLflow
+    "8ef47e9fe16eba19": "d63665b2f9b8a05b",  # pipelines.nodes.evaluate: each file is read once
     "26243189b32d6d4c": "94c868a73223ae08",  # spn.training: a validation may have several scores
     "a4911eee30ad8ef8": "c928b87c1524a346",  # pipelines.nodes.trained: raw weights for evaluate; one check fewer
     "8a5962f63cfd5f50": "ad1b1627035f20a8",  # spn.checkpoint: two ways to load fewer, raw weights

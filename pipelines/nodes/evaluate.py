@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +26,7 @@ import torch
 from PIL import Image
 
 from data_prep.files import Store, UserError, join, open_store
-from data_prep.parquet import open_dataset, open_parquet, pixels, read_shard
+from data_prep.parquet import Dataset, open_dataset, open_parquet, pixels, read_shard
 from pipelines.config import EvaluateNodeConfig, ScoringConfig, first_given
 from pipelines.dag.node import NodeContext, NodeOutput, NodeResult
 from pipelines.dag.progress import Reporter
@@ -34,9 +34,8 @@ from pipelines.nodes.memory import naming
 from pipelines.nodes.trained import checkpoint_uri, load_stage_configs, load_stages
 from pipelines.nodes.workers import each, gang, gang_name
 from pipelines.tracking import StageModel
-from spn.bitdepth import stage_values
 from spn.config import SPNConfig
-from spn.evaluation import Forward, bits_per_dim, slice_nats
+from spn.evaluation import Forward, bits_per_dim, stage_nats
 from spn.histogram import Histogram, count_values, raw_entropy_bits
 from spn.model import SPN
 
@@ -94,11 +93,11 @@ def run(context: NodeContext[EvaluateNodeConfig]) -> NodeResult:
     job = ScoringJob(config, context.inputs, store.uri, functools.partial(read_test, dataset.uri, size), compared=True)
     scores = score(job, num_test, progress=context.progress)
     histogram, png = Histogram(), list[int]()
-    for images in _split(dataset, size, "train"):
-        histogram.add(images)
+    for table in _tables(dataset, size, "train"):
+        histogram.add(pixels(table))
     seen, seen_first = np.zeros((3, 256), np.int64), np.zeros((3, 256), np.int64)
     step = scores.configs[stages[0]].scaling_factor
-    for images in _split(dataset, size, "test"):
+    for images in map(pixels, _tables(dataset, size, "test")):
         seen += count_values(images)
         seen_first += count_values(images[:, ::step, ::step])
         png += map(_png_bytes, images[: PNG_IMAGES - len(png)])
@@ -146,23 +145,21 @@ def standard_error(values: np.ndarray) -> float:
 
 def read_test(uri: str, size: int, rows: range) -> tuple[list[str], np.ndarray]:
     """Rows of the test split at 8 bits."""
-    dataset, tables, start = open_dataset(uri), [], 0
-    for shard in dataset.shards(resolution=size, bits=8, split="test"):
+    tables = list(_tables(open_dataset(uri), size, "test", rows))
+    keys = [key for table in tables for key in table.column("key").to_pylist()]
+    return keys, np.concatenate([pixels(table) for table in tables])
+
+
+def _tables(dataset: Dataset, size: int, split: str, rows: range | None = None) -> Iterator[pa.Table]:
+    """key, px of the rows of a split at 8 bits, of all of them by default: a table per row group that has some."""
+    start, rows = 0, rows or range(dataset.num_images(split))
+    for shard in dataset.shards(resolution=size, bits=8, split=split):
         for group, length in enumerate(shard.row_group_rows):
             first, end = max(rows.start - start, 0), min(rows.stop - start, length)
             if first < end:
-                table = read_shard(uri, shard, row_group=group, columns=["key", "px"])
-                tables.append(table.slice(first, end - first))
+                table = read_shard(dataset.uri, shard, row_group=group, columns=["key", "px"])
+                yield table.slice(first, end - first)
             start += length
-    table = pa.concat_tables(tables)
-    return table.column("key").to_pylist(), np.concatenate([pixels(part) for part in tables])
-
-
-def _split(dataset: Any, size: int, split: str) -> Iterator[np.ndarray]:
-    """uint8 [n, H, W, 3] of each row group of a split at 8 bits."""
-    for shard in dataset.shards(resolution=size, bits=8, split=split):
-        for group in range(len(shard.row_group_rows)):
-            yield pixels(read_shard(dataset.uri, shard, row_group=group, columns=["px"]))
 
 
 def _part(scores: Scores, stage: str, seen: np.ndarray, seen_first: np.ndarray, histogram: Histogram) -> Part:
@@ -329,17 +326,11 @@ class ScoringWorker:
         self, images: np.ndarray, models: Mapping[str, SPN], forwards: Mapping[str, Forward], *, in_bfloat16: bool
     ) -> dict[str, np.ndarray]:
         """{stage: float64 [n, slices, 3]} of 8-bit images."""
-        image = torch.from_numpy(images.copy()).to(self.device).permute(0, 3, 1, 2).long()
-        nats = {}
+        image, nats = torch.from_numpy(images.copy()).to(self.device).permute(0, 3, 1, 2).long(), {}
         for stage, model in models.items():
-            config = model.config
-            values, given = stage_values(
-                image, stored_bits=8, given_bits=config.num_given_bits, num_bits=config.num_bits
-            )
-            slices = range(1 if config.stage == "first_slice" else config.num_slices)
+            slices = range(1 if model.config.stage == "first_slice" else model.config.num_slices)
             with torch.autocast(self.device, dtype=torch.bfloat16, enabled=in_bfloat16):
-                found = slice_nats(model, values, given, slices=slices, forward=forwards[stage])
-            nats[stage] = found.cpu().numpy()
+                nats[stage] = stage_nats(model, image, slices=slices, forward=forwards[stage]).cpu().numpy()
         return nats
 
     def _again(

@@ -41,7 +41,7 @@ from pipelines.nodes.trained import check_start_weights, start_weights_of
 from spn.bitdepth import stage_values
 from spn.checkpoint import CONFIG, load_trainer, load_weights, save_checkpoint
 from spn.config import TrainConfig
-from spn.evaluation import EVAL_BATCH, bits_per_dim, image_nats
+from spn.evaluation import EVAL_BATCH, bits_per_dim, stage_nats
 from spn.model import SPN, recompute_activations
 from spn.training import Batch, TrainState, batch_nats, fit
 
@@ -481,28 +481,22 @@ class ValidImages:
         """Exact, nats summed over all workers and divided once. SCORE: of the slices that the chain takes from this
         network, as in test/bits_per_dim. ALL_SLICES: of those that it trains on, as in train/bits_per_dim.
         """
-        config, half = model.config, self.node.train.precision == "bfloat16"
+        config, train, half = model.config, self.node.train, self.node.train.precision == "bfloat16"
         is_first = config.stage == "first_slice"
-        nats = torch.zeros(2, dtype=torch.float64, device=self.device)  # of slice (0, 0) and of the others
-        others = range(1, 1 if is_first and self.node.train.slices == "first" else config.num_slices)
+        slices = range(1 if is_first and train.slices == "first" else config.num_slices)
+        nats = torch.zeros(len(slices), dtype=torch.float64, device=self.device)
         for start in range(0, len(self.pixels), EVAL_BATCH):
-            values, given = stage_values(
-                to_image(self.pixels[start : start + EVAL_BATCH], self.device),
-                stored_bits=self.node.stored_bits,
-                given_bits=config.num_given_bits,
-                num_bits=config.num_bits,
-            )
+            image = to_image(self.pixels[start : start + EVAL_BATCH], self.device)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
-                for part, slices in enumerate((range(1), others)):
-                    nats[part] += image_nats(model, values, given, slices=slices).sum()
-        first, rest = sum_over_workers(nats).tolist()
+                nats += stage_nats(model, image, slices=slices, stored_bits=self.node.stored_bits).sum((0, 2))
+        nats = sum_over_workers(nats)
+        in_chain = nats[:1] if is_first else nats[1:] if self.node.first_given else nats
         # A first_slice network is given no other slice, so that all are draws of one kind: their mean.
-        found = {
-            SCORE: first if is_first else rest if self.node.first_given else first + rest,
-            ALL_SLICES: (first + rest) / (1 + len(others) if is_first else 1),
-        }
+        found = {SCORE: in_chain.sum(), ALL_SLICES: nats.mean() if is_first else nats.sum()}
         size = config.image_size
-        return {key: bits_per_dim(value, num_images=self.num_images, image_size=size) for key, value in found.items()}
+        return {
+            key: bits_per_dim(value.item(), num_images=self.num_images, image_size=size) for key, value in found.items()
+        }
 
 
 def resume(state: TrainState, folder: Path, device: torch.device) -> list[dict[str, float]]:
