@@ -9,7 +9,6 @@ each slice given those before it (spn/model.py), and draws pixel by pixel, slice
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ from spn.config import DecoderConfig, EmbedderConfig, SPNConfig, TrainConfig
 from spn.evaluation import bits_per_dim, image_nats
 from spn.model import SPN
 from spn.sampling import sample_chain
-from spn.training import Batch, TrainState, fit
+from spn.training import Batch, TrainState, bits_per_dim_estimate, train_step
 
 WIDTHS = dict(conv_channels=32, residual_channels=72, num_attn_layers=2, num_attn_heads=4, attn_head_dim=16)
 NETWORK = SPNConfig(
@@ -63,44 +62,27 @@ def main(arguments: list[str] | None = None) -> None:
         schedule="cosine",
         warmup_steps=20,
         polyak_decay=0.98,
-        eval_every_steps=options.steps,  # validates once, at the end
-        checkpoint_every_steps=options.steps,
-        log_every_steps=20,
     )
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     state = TrainState.create(SPN(NETWORK), config)
     model = state.model
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {options.steps} steps of 16 slices")
-
-    def batches() -> Iterator[list[Batch]]:
-        while True:
-            index = torch.randint(NETWORK.num_slices, (16,), generator=generator)
-            yield [Batch(crops(learned, 16, generator), index, None, ["crop"] * 16)]
-
-    def evaluate() -> dict[str, float]:
+    recent = []
+    for step in range(1, options.steps + 1):
+        index = torch.randint(NETWORK.num_slices, (16,), generator=generator)
+        batch = Batch(crops(learned, 16, generator), index, None, ["crop"] * 16)
+        recent.append(float(train_step(state, [batch], config=config, forward=model)[0]))
+        if step % 20 == 0:
+            bits = bits_per_dim_estimate(sum(recent[-20:]), num_images=20 * 16, config=NETWORK)
+            print(f"step {step:4} of {options.steps}: train/bits_per_dim {bits:.3f}", flush=True)
+    with state.polyak.applied(model.eval()):
         test = crops(held_out, 32, torch.Generator().manual_seed(1))
         nats = image_nats(model, test, None, slices=range(NETWORK.num_slices))
         bits = bits_per_dim(float(nats.sum()), num_images=len(test), image_size=NETWORK.image_size)
-        return {"valid/bits_per_dim": bits}
-
-    def show(step: int, metrics: dict[str, float]) -> None:
-        for name in ("train/bits_per_dim", "valid/bits_per_dim"):
-            if name in metrics:
-                print(f"step {step:4} of {options.steps}: {name} {metrics[name]:.3f}", flush=True)
-
-    fit(
-        state,
-        config=config,
-        batches=batches(),
-        forward=model,
-        evaluate=evaluate,
-        on_log=show,
-        on_checkpoint=lambda state, score: None,
-    )
-    print(f"a uniform guess has {NETWORK.num_bits} bits/dim; drawing 12 pictures of 32 x 32", flush=True)
-    with state.polyak.applied(model):
-        drawn = sample_chain({"size_upscale": model.eval()}, seed=0, images=range(12))["size_upscale"]
+        print(f"valid/bits_per_dim {bits:.3f}, a uniform guess has {NETWORK.num_bits}", flush=True)
+        print("drawing 12 pictures of 32 x 32", flush=True)
+        drawn = sample_chain({"size_upscale": model}, seed=0, images=range(12))["size_upscale"]
     rows = torch.cat([crops(learned, 4, generator), drawn]).unflatten(0, (4, 4))  # [4 rows, 4 columns, 3, 32, 32]
     sheet = to_display(rows.permute(0, 3, 1, 4, 2).flatten(0, 1).flatten(1, 2), num_bits=NETWORK.num_bits)
     Image.fromarray(sheet.numpy().astype(np.uint8)).resize((512, 512), Image.Resampling.NEAREST).save(options.out)
