@@ -147,7 +147,7 @@ class SPNConfig:
 class TrainConfig:
     """Defaults are the paper's (table 4, ImageNet 64)."""
 
-    num_steps: int = 200_000
+    num_steps: int = 200_000  # the paper gives none
     batch_size: int = 2048  # slices an optimiser step, over all workers and accumulated micro-batches
     micro_batch_size: int | None = execution(None)  # most slices on a worker at once; None: its share of the batch
     optimizer: str = "rmsprop"  # TensorFlow's RMSProp; adamw; muon (matrices; adamw for all else)
