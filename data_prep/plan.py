@@ -295,9 +295,8 @@ def _glow(config: DataConfig, items: list[Item]) -> dict[str, str]:
     records = np.arange(NUM_CELEBAHQ)
     np.random.RandomState(123).shuffle(records)  # as dataset_tool.py of Karras et al. does; NumPy keeps it as it is
     test = set(records[:NUM_GLOW_TEST].tolist())
-    last = max(items, key=_number)
-    if _number(last) >= NUM_CELEBAHQ:
-        what = f"{last.key} is none of CelebA-HQ's numbers, 0 to {NUM_CELEBAHQ - 1}"
+    if (last := max(map(_number, items))) >= NUM_CELEBAHQ:
+        what = f"{last} is none of CelebA-HQ's numbers, 0 to {NUM_CELEBAHQ - 1}"
         raise Unplannable(f"split is 'glow'; {what}: split=glow_records takes the first {NUM_GLOW_TEST} by number")
     return {item.key: "test" if _number(item) in test else "train" for item in items}
 

@@ -57,7 +57,10 @@ def describe(config: ExperimentConfig) -> dict[str, Any]:
     stages = {stage: describe_stage(config, stage) for stage in stage_names(config)}
     total = sum(found["cost"]["gpu_hours"] for found in stages.values())
     slices = {stage: 1 if stage == "first_slice" else config.scaling_factor**2 for stage in stages}
-    scoring = _gpu_hours(1000 * sum(found["flops_per_slice"] * slices[stage] for stage, found in stages.items()))
+    per_second = MFU * next(iter(stages.values()))["cost"]["peak_flops"]
+    scoring = (
+        1000 * sum(found["flops_per_slice"] * slices[stage] for stage, found in stages.items()) / per_second / 3600
+    )
     return {"config": config.name, "stages": stages, "gpu_hours": total, "scoring_gpu_hours": scoring}
 
 
@@ -92,15 +95,9 @@ def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
             "card": CARD,
             "peak_flops": PEAK_FLOPS[CARD],
             "mfu": MFU,
-            "gpu_hours": _gpu_hours(total_flops),
+            "gpu_hours": total_flops / (MFU * PEAK_FLOPS[CARD]) / 3600,
         },
     }
-
-
-def _gpu_hours(flops: float) -> float:
-    from spn.gpu.flops import PEAK_FLOPS
-
-    return flops / (MFU * PEAK_FLOPS[CARD]) / 3600
 
 
 def as_text(description: dict[str, Any]) -> str:

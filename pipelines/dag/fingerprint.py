@@ -24,7 +24,7 @@ SCHEMA = 2  # a higher number makes every node run again
 SAME_RESULTS = {
     "2696e1943f20ae4d": "6df208bfde9aa5ca",  # spn.evaluation: nats of each slice and channel, summed
     "33977e46bb503e4a": "5d4f79ec0ff9dda7",  # pipelines.nodes.train: checksums; restarts and two scores in MLflow
-    "8ef47e9fe16eba19": "d63665b2f9b8a05b",  # pipelines.nodes.evaluate: each file is read once
+    "104678c97dadc0da": "d63665b2f9b8a05b",  # pipelines.nodes.evaluate: each file is read once
     "26243189b32d6d4c": "94c868a73223ae08",  # spn.training: a validation may have several scores
     "a4911eee30ad8ef8": "c928b87c1524a346",  # pipelines.nodes.trained: raw weights for evaluate; one check fewer
     "8a5962f63cfd5f50": "ad1b1627035f20a8",  # spn.checkpoint: two ways to load fewer, raw weights
@@ -60,18 +60,14 @@ def canonical(value: Any, *, where: str = "config") -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [f.name for f in dataclasses.fields(value) if _counts(f, getattr(value, f.name))]
+        named = ((f, f.metadata.get("semantic", True), getattr(value, f.name)) for f in dataclasses.fields(value))
+        fields = [f.name for f, counts, now in named if (now != f.default if counts == "unless default" else counts)]
         return {name: canonical(getattr(value, name), where=f"{where}.{name}") for name in fields}
     if isinstance(value, Mapping):
         return {str(key): canonical(value[key], where=f"{where}.{key}") for key in sorted(value, key=str)}
     if isinstance(value, list | tuple):
         return [canonical(item, where=f"{where}.{i}") for i, item in enumerate(value)]
     raise ValueError(f"{where} is a {type(value).__name__}; it must be a plain value, a dataclass, a mapping or a list")
-
-
-def _counts(field: dataclasses.Field[Any], value: Any) -> bool:
-    counts = field.metadata.get("semantic", True)
-    return value != field.default if counts == "unless default" else counts
 
 
 def digest(value: Any) -> str:

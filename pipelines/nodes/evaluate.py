@@ -127,10 +127,10 @@ def run(context: NodeContext[EvaluateNodeConfig]) -> NodeResult:
     store.write_text(RESULTS, json.dumps(results, indent=1))
     with store.writing([PER_IMAGE]) as streams:
         pq.write_table(scores.table(), streams[PER_IMAGE])
-    metrics = {f"test/bits_per_dim/{stage}": part["bits_per_dim"] for stage, part in parts.items()}
-    metrics["test/bits_per_dim/total"] = results["total"]["bits_per_dim"]
+    total = results["total"]
+    metrics = {f"test/bits_per_dim/{name}": part["bits_per_dim"] for name, part in {**parts, "total": total}.items()}
     with context.run.open() as run:
-        run.log_metrics({"test/bits_per_dim": results["total"]["bits_per_dim"], **metrics})
+        run.log_metrics({"test/bits_per_dim": total["bits_per_dim"], **metrics})
         run.log_text(json.dumps(results, indent=1), RESULTS)
         run.log_dataset(dataset, resolution=size, bits=8, split="test", context="test")
     test_set = dataset.split_digest(resolution=size, bits=8, split="test")
@@ -215,8 +215,7 @@ def score(job: ScoringJob, num_images: int, *, progress: Reporter) -> Scores:
     num = min(resources.num_workers, len(todo))
     with contextlib.ExitStack() as stack:
         if num > 1:
-            name = gang_name("score", job.out)
-            workers = gang(ScoringWorker, job, num=num, resources=resources, name=name)
+            workers = gang(ScoringWorker, job, num=num, resources=resources, name=gang_name("score", job.out))
             found = each(stack.enter_context(workers), "score", todo)
         else:
             worker = ScoringWorker(job)
@@ -233,22 +232,21 @@ class Scores:
 
     def __init__(self, configs: Mapping[str, SPNConfig]) -> None:
         self.configs = configs  # of each stage's network
-        self._tables: dict[int, pa.Table] = {}  # by the chunk's first row: key, bits/dim of each stage's part, total
-        self._sums: dict[int, dict[str, np.ndarray]] = {}  # likewise, of each stage [slices, 3] over its images
+        # By the chunk's first row: (key, bits/dim of each stage's part, total), {stage: [slices, 3] over its images}.
+        self._chunks: dict[int, tuple[pa.Table, dict[str, np.ndarray]]] = {}
         self._first = pa.table({})  # the first chunk as it was scored
 
     def add(self, rows: range, table: pa.Table) -> None:
         bits = {stage: self._bits(table, stage) for stage in self.configs}
         own = {stage: self._own(part, stage) for stage, part in bits.items()}
         columns = {"key": table.column("key"), **own, "total": np.sum(list(own.values()), axis=0)}
-        self._tables[rows.start] = pa.table(columns)
-        self._sums[rows.start] = {stage: part.sum(0) for stage, part in bits.items()}
+        self._chunks[rows.start] = pa.table(columns), {stage: part.sum(0) for stage, part in bits.items()}
         if rows.start == 0:
             self._first = table
 
     def table(self) -> pa.Table:
         """A row per image: key, each stage, total."""
-        return pa.concat_tables(table for _, table in sorted(self._tables.items())).combine_chunks()
+        return pa.concat_tables(self._chunks[start][0] for start in sorted(self._chunks)).combine_chunks()
 
     def of(self, part: str) -> np.ndarray:
         """[N] of a stage, or of "total"."""
@@ -256,18 +254,14 @@ class Scores:
 
     def mean(self, stage: str) -> np.ndarray:
         """[slices, 3] over all images; also of a slice that the chain takes from another network."""
-        return np.sum([sums[stage] for _, sums in sorted(self._sums.items())], axis=0) / self.table().num_rows
+        sums = [self._chunks[start][1][stage] for start in sorted(self._chunks)]
+        return np.sum(sums, axis=0) / self.table().num_rows
 
     def difference(self, other: str) -> Difference:
         """Of the first chunk's images, in the columns of this name less the result."""
-        change = sum(
-            self._own(self._bits(self._first, stage + other) - self._bits(self._first, stage), stage)
-            for stage in self.configs
-        )
-        assert isinstance(change, np.ndarray)
-        return Difference(
-            difference=float(change.mean()), standard_error=standard_error(change), num_images=len(change)
-        )
+        found = [self._own(self._bits(self._first, stage + other), stage) for stage in self.configs]
+        change = np.sum(found, axis=0) - self._chunks[0][0].column("total").to_numpy()
+        return Difference(difference=change.mean(), standard_error=standard_error(change), num_images=len(change))
 
     def _bits(self, table: pa.Table, column: str) -> np.ndarray:
         """[n, slices, 3]."""
@@ -367,9 +361,6 @@ def _png_bytes(image: np.ndarray) -> int:
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, format="PNG", optimize=True)
     return buffer.tell()
-
-
-# ---- MLflow -----------------------------------------------------------------------------------------------------
 
 
 def _tell_train_runs(

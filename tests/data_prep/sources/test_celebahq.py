@@ -84,7 +84,7 @@ def test_glow_takes_its_three_thousand_by_the_number_in_celebahq_or_in_the_recor
     for rule, more in (("glow_records", {}), ("glow", {"layout": HWC})):
         assert split(rule, **more) == (set(range(3_000)), f"by split={rule}: an image's number is that of the records")
     from_one = [sources.Item(f"{i}.jpg", f"{i}.jpg", 1) for i in range(1, 30_001)]
-    with pytest.raises(ValueError, match="30000.jpg is none of CelebA-HQ's numbers, 0 to 29999: split=glow_records"):
+    with pytest.raises(ValueError, match="30000 is none of CelebA-HQ's numbers, 0 to 29999: split=glow_records"):
         plan.split_items(config(pathlib.Path("x")), "x", from_one)
 
 
