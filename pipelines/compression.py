@@ -1,9 +1,10 @@
 """Images through all stages of a trained chain into one file, and back bit for bit (spn/coding.py).
 
-MAGIC      its last byte is the format's version
-8 bytes    length and CRC-32 of the header, little-endian
-header     the fields of `Header` as JSON, compressed by LZMA
-streams    one for each image, in the order of the header's names; each ends at a checksum of its image
+    MAGIC      its last byte is the format's version
+    8 bytes    length and CRC-32 of the header, little-endian
+    header     the fields of `Header` as JSON, compressed by LZMA
+
+Streams follow, one for each image in the order of the header's names; each ends at a checksum of its image.
 """
 
 from __future__ import annotations
@@ -100,9 +101,6 @@ def _shown(what: str, header: Header, models: Mapping[str, SPN]) -> Iterator[dic
     with contextlib.closing(Display()) as display:
         options: dict[str, Any] = dict(batch=header.batch_size, precision=header.numerics["precision"], decoders={})
         yield {**options, "on_row": lambda: display.show({what: Update(next(done), total, "rows")})}
-
-
-# ---- the two commands ------------------------------------------------------------------------------------------------
 
 
 def compress(config: ExperimentConfig, target: Store, *, check: bool) -> int:

@@ -56,7 +56,7 @@ def decode(
     device = next(next(iter(models.values())).parameters()).device
     for start in range(0, len(streams), batch):
         part = streams[start : start + batch]
-        if not any(part):
+        if not any(part):  # of a file that is cut short
             yield from [None] * len(part)
             continue
         decoder = Decoder([*part, *[b""] * (batch - len(part))], device)
@@ -85,9 +85,6 @@ def slices_in_order(models: Mapping[str, SPN], images: Tensor) -> list[Tensor]:
         numbers = scored_slices(model, first_given=own.stage == "size_upscale" and "first_slice" in models)
         slices += image_to_slices(values, own.scaling_factor)[:, numbers.start : numbers.stop].unbind(1)
     return slices
-
-
-# ---- in place of the sampler's draws --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
