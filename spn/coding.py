@@ -134,24 +134,24 @@ class Decoder:
         for own, stream in zip(words, streams, strict=True):
             own[: len(stream) // 4] = np.frombuffer(stream, ">u4")
         self._words = torch.from_numpy(words).to(device)
-        self._states = (self._words[:, 0] % 2**31 << 32) + self._words[:, 1]
+        self._states = (self._words[:, :1] % 2**31 << 32) + self._words[:, 1:2]  # [B, 1], as all below
         self._read = torch.full_like(self._states, 2)
-        self._num_words = torch.tensor([len(stream) // 4 for stream in streams], device=device)
+        self._num_words = torch.tensor([[len(stream) // 4] for stream in streams], device=device)
 
     def take(self, sizes: Tensor) -> Tensor:
-        place = self._states % 2**BITS
-        values = (sizes.cumsum(-1) <= place[:, None]).sum(-1).clamp(max=sizes.shape[-1] - 1)
-        start, size = interval(sizes, values)
-        states = size * (self._states >> BITS) + place - start
-        word = self._words.gather(1, self._read.clamp(max=self._words.shape[1] - 1)[:, None])[:, 0]
+        place, ends = self._states & (2**BITS - 1), sizes.cumsum(-1)
+        values = (ends <= place).sum(-1, keepdim=True).clamp(max=sizes.shape[-1] - 1)
+        size = sizes.gather(1, values)
+        states = size * (self._states >> BITS) + place + size - ends.gather(1, values)
+        word = self._words.gather(1, self._read.clamp(max=self._words.shape[1] - 1))
         renewed = states < LOWEST
         self._states = torch.where(renewed, (states << 32) + word, states)
         self._read += renewed
-        return values
+        return values[:, 0]
 
     def ends(self) -> list[int]:
         """The state that each image ends at; -1 if its words were not all that its values took in."""
-        return torch.where(self._read == self._num_words, self._states, -1).tolist()
+        return torch.where(self._read == self._num_words, self._states, -1)[:, 0].tolist()
 
 
 def frequencies(logits: Tensor) -> Tensor:
