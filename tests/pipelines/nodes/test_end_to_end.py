@@ -151,13 +151,14 @@ def test_mlflow_has_comparable_stages(first: subprocess.CompletedProcess[str], s
     for node in TRAINS:
         metrics = runs[node].data.metrics
         wanted = {"train/bits_per_dim", "valid/bits_per_dim", "test/bits_per_dim", "train/lr", "train/grad_norm"}
-        assert wanted | {"train/slices_per_sec", "images_seen"} <= set(metrics), node
+        assert wanted | {"train/slices_per_sec", "images_seen", "valid/bits_per_dim/all_slices"} <= set(metrics), node
         assert runs[node].data.tags["stage"] == node.removeprefix("train_")
         assert runs[node].data.params["train.num_steps"] == "12"
         grids = [file.path for file in client.list_artifacts(runs[node].info.run_id, "images")]
         assert any(path.startswith("images/training_samples+step+12+") for path in grids), grids
         curve = client.get_metric_history(runs[node].info.run_id, "valid/bits_per_dim")
         assert {point.step for point in curve} == {6, 12}
+    assert len({runs[node].data.tags["valid_images"] for node in TRAINS}) == 1, "of both bit depths"
     for node in TRAINS:
         read = {data.tags[0].value: data.dataset for data in runs[node].inputs.dataset_inputs}
         assert set(read) == {"training", "validation"} and read["training"].digest != read["validation"].digest
