@@ -5,7 +5,7 @@ at a checksum of its values. A value costs at most 2.2e-5 bits more than -log2 o
 24 bits. The smallest difference in a probability breaks decoding, so both directions run the sampler's own step, at the
 same batch width and on the same kind of device (`numerics`).
 
-B batch, H W image, h w slice, V values, T values of an image in order of generation.
+B batch, H W image, h w slice, V values.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ DECODER = "plain"  # the fused kernels draw from uniform numbers alone; once the
 
 
 def encode(models: Mapping[str, SPN], images: Tensor, *, batch: int, **options: Any) -> Iterator[bytes]:
-    """A stream for each image [N, 3, H, W] of the chain's depth, on its device; `batch` of them are coded at once.
-
-    options: precision, decoders and on_row of `sample_chain`.
-    """
+    """A stream for each image [N, 3, H, W] of the chain's depth, `batch` at once. options: those of `sample_chain`."""
     for part in images.split(batch):
         padded = part.new_zeros((batch, *part.shape[1:]), dtype=torch.long)
         padded[: len(part)] = part
@@ -77,8 +74,7 @@ def _checksum(image: Tensor) -> int:
 
 def slices_in_order(models: Mapping[str, SPN], images: Tensor) -> list[Tensor]:
     """The values [B, 3, h, w] of each slice that the chain generates, in its order."""
-    slices: list[Tensor] = []
-    configs = [model.config for model in models.values()]
+    slices, configs = list[Tensor](), [model.config for model in models.values()]
     depth = configs[-1].num_given_bits + configs[-1].num_bits
     for model, own in zip(models.values(), configs, strict=True):
         values, _ = stage_values(images, stored_bits=depth, given_bits=own.num_given_bits, num_bits=own.num_bits)
