@@ -316,25 +316,10 @@ def _smooth_head(decoder: ModernDecoder) -> None:
         first += size
 
 
-PARTS = {
-    "embedder_stem": ("embedder.stem.",),
-    "embedder_attention": ("embedder.attention.",),
-    "decoder_stem": ("decoder.stem.",),
-    "decoder_surroundings": ("decoder.surroundings.",),
-    "decoder_attention": ("decoder.attention.",),
-    "decoder_pixelcnn": ("decoder.layers.",),
-    "decoder_direct": ("decoder.direct.",),
-    "decoder_head": ("decoder.head.",),
-    "embedder_convolutions": ("embedder.widen.", "embedder.blocks.", "embedder.out."),
-}
-
-
 def parameter_counts(model: SPN) -> dict[str, int]:
-    """Number of parameters by part, and in all ("total")."""
+    """Number of parameters by part, such as "decoder.attention", and in all ("total")."""
     counts: dict[str, int] = {}
-    for part, prefixes in PARTS.items():
-        sizes = [p.numel() for name, p in model.named_parameters() if name.startswith(prefixes)]
-        if sizes:
-            counts[part] = sum(sizes)
-    total = sum(p.numel() for p in model.parameters())
-    return {**counts, "intensity_and_position_embeddings": total - sum(counts.values()), "total": total}
+    for name, p in model.named_parameters():
+        for part in (".".join(name.split(".")[:2]), "total"):
+            counts[part] = counts.get(part, 0) + p.numel()
+    return counts

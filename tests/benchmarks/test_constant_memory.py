@@ -23,8 +23,8 @@ def test_rows_differ_in_the_embedders_input_alone():
         with torch.device("meta"):
             model = SPN(config)
         found = parameter_counts(model)
-        found["embedder_attention"] -= model.embedder.attention.project.weight.numel()
-        found["total"] = found["intensity_and_position_embeddings"] = 0  # one meta-position more for each slice
+        found["embedder.attention"] -= model.embedder.attention.project.weight.numel()
+        found["total"] = found["embedder.meta_position"] = 0  # one meta-position more for each slice
         counts.append(found)
     assert counts[0] == counts[1] == counts[2]
     assert [row["image_size"] for row in rows] == [64, 128, 256]

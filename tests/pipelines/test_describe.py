@@ -84,11 +84,11 @@ def test_recipe_modern_for_one_stage_alone() -> None:
     own = load("debug").model.decoder
     width = own.num_attn_heads * own.attn_head_dim
     for stage, description in found.items():
-        stem = description["parameters"].get("decoder_stem")
+        stem = description["parameters"].get("decoder.stem")
         assert stem == (24 * 4 * 7 * width if stage == "size_upscale" else None)
     layer = 4 * width**2 + 3 * width * own.num_memory_rows + 2 * width  # attention, feed-forward layer, norms
     attention = 25 * width + own.num_attn_layers * layer + width
-    assert found["size_upscale"]["parameters"]["decoder_attention"] == attention
+    assert found["size_upscale"]["parameters"]["decoder.attention"] == attention
 
 
 def test_presets_of_recipe_modern_are_what_was_raced() -> None:
@@ -101,7 +101,7 @@ def test_presets_of_recipe_modern_are_what_was_raced() -> None:
     for key, value in raced.settings.items():
         assert getattr(config, key) == value, key
     for parts in sized("imagenet64_modern").values():
-        assert "decoder_stem" in parts["parameters"] and parts["parameters"]["total"] < 150e6
+        assert "decoder.stem" in parts["parameters"] and parts["parameters"]["total"] < 150e6
 
 
 def test_faces256_is_the_papers_chain_in_minutes_of_one_gpu() -> None:
