@@ -11,6 +11,7 @@ B batch, h w slice, V values, L PixelCNN layers, C conv channels, R residual cha
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,8 +37,10 @@ class Draws:
     known: Tensor | None = None  # [B, 3, k, w]: values of the first k rows, taken as they are
 
     def __post_init__(self) -> None:
-        check_temperature(self.temperature)
-        check_top_p(self.top_p)
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}; it must be above 0")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
 
     @property
     def known_rows(self) -> int:
@@ -48,16 +51,6 @@ class Draws:
         if self.known is not None and row < self.known_rows:
             return self.known[:, channel, row, column]
         return pick(logits, self.uniform[:, channel, row, column], self.temperature, self.top_p)
-
-
-def check_temperature(temperature: float) -> None:
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature is {temperature}; it must be above 0")
-
-
-def check_top_p(top_p: float | None) -> None:
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1")
 
 
 def pick(logits: Tensor, uniform: Tensor, temperature: float, top_p: float | None = None) -> Tensor:

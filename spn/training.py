@@ -153,15 +153,12 @@ class TrainState:
             torch.cuda.set_rng_state(trainer["cuda_rng"])
 
 
-def part_of_image(config: SPNConfig) -> float:
-    """Share of the full image's dims that a stage generates: bits/dim is always per dim of the *full* image."""
-    return 1 / config.num_slices if config.stage == "first_slice" else 1.0
-
-
 def bits_per_dim_estimate(nats: float, *, num_images: int, config: SPNConfig) -> float:
-    """Summed nats of one random target slice for each image -> unbiased estimate of bits/dim (section 3.3)."""
+    """Summed nats of one random target slice for each image -> unbiased estimate of bits/dim (section 3.3), which is
+    always per dim of the *full* image."""
     dims = num_images * 3 * config.slice_size**2
-    return nats / dims / math.log(2) * part_of_image(config)
+    share = 1 / config.num_slices if config.stage == "first_slice" else 1.0  # of the image's dims
+    return nats / dims / math.log(2) * share
 
 
 def batch_nats(model: SPN, batch: Batch, *, config: TrainConfig, forward: Callable[..., Tensor]) -> Tensor:
