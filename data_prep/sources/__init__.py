@@ -139,7 +139,7 @@ def _unnamed_images(listing: Listing, paths: list[str]) -> list[str]:
 def _is_split_like(path: str) -> bool:
     """Whether a folder's name, or that of a list, may mean a split."""
     is_list = path.endswith((".txt", ".lst", ".csv", ".tsv", ".json"))
-    return is_list and "split" in path.lower() or any(map(split_words, path.split("/")[: None if is_list else -1]))
+    return bool(split_words(path if is_list else path.rpartition("/")[0])) or (is_list and "split" in path.lower())
 
 
 def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFile], str]:
