@@ -111,10 +111,10 @@ def attempt_folder(node: str, fingerprint: str, attempt: str) -> str:
     return posixpath.join("nodes", node, fingerprint, attempt)
 
 
-def new_attempt_id(existing: list[str] | tuple[str, ...] = (), *, now: datetime | None = None) -> str:
-    """UTC time and six random hex digits; sorts after all `existing` ids even if a clock went back."""
+def new_attempt_id(store: Store, node: str, *, now: datetime | None = None) -> str:
+    """UTC time and six random hex digits; sorts after all ids that the node has, even if a clock went back."""
     moment = (now or datetime.now(tz=UTC)).replace(microsecond=0, tzinfo=UTC)
-    newest = max(existing, default="")[: len("20000101T000000")]
+    newest = max((attempt.attempt for attempt in history(store, node)), default="")[: len("20000101T000000")]
     if newest and newest >= moment.strftime(_TIME):
         moment = datetime.strptime(newest, _TIME).replace(tzinfo=UTC) + timedelta(seconds=1)
     return f"{moment.strftime(_TIME)}-{secrets.token_hex(3)}"

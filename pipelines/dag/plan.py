@@ -34,7 +34,6 @@ class Decision:
     attempt: str | None = None  # unfinished attempt to continue
     success: Success | None = None
     extends: Success | None = None  # finished output that a new attempt starts from
-    known_attempts: tuple[str, ...] = ()  # all attempt ids so far; a new one must sort after them
 
 
 @dataclass(frozen=True)
@@ -121,11 +120,7 @@ def decide(node: Node, upstream: Mapping[str, Success], plan: Plan) -> Decision:
     )
     name = fingerprint.fingerprint(parts)
     past = attempts.history(store, node.name)
-    facts: dict[str, Any] = {
-        "fingerprint": name,
-        "ingredients": parts,
-        "known_attempts": tuple(a.attempt for a in past),
-    }
+    facts: dict[str, Any] = {"fingerprint": name, "ingredients": parts}
     here = [attempt for attempt in past if attempt.fingerprint == name]
     if node.unreadable:
         made = (s for s in attempts.intact(store, past) if s.ingredients["config"] == parts["config"])
@@ -171,12 +166,11 @@ def _reusable(node: Node, made: Iterable[Success], parts: Mapping[str, Any]) -> 
 def _before_upstream(node: Node, known: Mapping[str, Success], unknown: Sequence[str], plan: Plan) -> Decision:
     """Decides on a node of whose upstream nodes some (`unknown`) run first."""
     past = attempts.history(plan.store, node.name)
-    ids = tuple(attempt.attempt for attempt in past)
     if node.name in plan.rerun:
-        return Decision(node, RUN, f"requested by {plan.rerun[node.name]}", known_attempts=ids)
+        return Decision(node, RUN, f"requested by {plan.rerun[node.name]}")
     if node.name in plan.keep:
         kept = _newest(plan.store, past, node)
-        return Decision(node, KEEP, f"attempt {kept.attempt} by --keep", success=kept, known_attempts=ids)
+        return Decision(node, KEEP, f"attempt {kept.attempt} by --keep", success=kept)
     names = f"{', '.join(unknown[:-1])} and {unknown[-1]}" if len(unknown) > 1 else unknown[0]
     contents = {need: _content(node, need, success) for need, success in known.items()}
     for attempt in past:
@@ -187,9 +181,9 @@ def _before_upstream(node: Node, known: Mapping[str, Success], unknown: Sequence
             )
             if fingerprint.fingerprint(unchanged) == attempt.fingerprint:
                 reason = f"only if the new output of {names} differs from what it has read"
-                return Decision(node, WAIT, reason, known_attempts=ids)
+                return Decision(node, WAIT, reason)
     reason = f"because {names} {'runs' if len(unknown) == 1 else 'run'}"
-    return Decision(node, RUN, reason, known_attempts=ids)
+    return Decision(node, RUN, reason)
 
 
 def _content(node: Node, need: str, success: Success) -> dict[str, Any]:

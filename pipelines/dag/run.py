@@ -235,7 +235,7 @@ class _Engine:
     def _submit(self, decision: Decision, *, faults: int = 0) -> None:
         node, store = decision.node, self.plan.store
         assert decision.fingerprint is not None and decision.ingredients is not None
-        attempt = decision.attempt or attempts.new_attempt_id(decision.known_attempts)
+        attempt = decision.attempt or attempts.new_attempt_id(store, node.name)
         folder = attempts.attempt_folder(node.name, decision.fingerprint, attempt)
         before: dict[str, Any] = {}
         if decision.attempt:

@@ -21,13 +21,14 @@ def success(outputs: dict[str, dict[str, object]]) -> Success:
     return Success("n", "f", "a", "", "", outputs, {}, {}, {}, {}, None, "unknown")
 
 
-def test_attempt_ids_sort_by_time_even_if_the_clock_goes_back() -> None:
+def test_attempt_ids_sort_by_time_even_if_the_clock_goes_back(store: Store) -> None:
     now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    first = new_attempt_id(now=now)
+    first = new_attempt_id(store, "a", now=now)
     assert first.startswith("20260102T030405-") and len(first) == len("20260102T030405-abcdef")
     ids = [first]
     for moment in (now, now, datetime(2020, 1, 1, tzinfo=UTC)):
-        ids.append(new_attempt_id(ids, now=moment))
+        store.write_text(f"nodes/a/f/{ids[-1]}/_STARTED.json", "{}")
+        ids.append(new_attempt_id(store, "a", now=moment))
     assert ids == sorted(set(ids))
 
 

@@ -58,7 +58,7 @@ def carry_out(made: Plan, *, broken: Sequence[str] = (), lock: str | None = None
         if decision.action == "keep":
             adopt(store, decision.success, fingerprint=decision.fingerprint, ingredients=decision.ingredients, why="x")
             continue
-        attempt = decision.attempt or attempts.new_attempt_id(decision.known_attempts)
+        attempt = decision.attempt or attempts.new_attempt_id(store, node.name)
         folder = attempts.attempt_folder(node.name, decision.fingerprint, attempt)
         if node.name in broken:
             now = attempts.utc_now()
@@ -97,7 +97,7 @@ def seal(made: Plan, files: Mapping[str, Mapping[str, str | bytes]] | None = Non
             known[node.name] = decision.success
             continue
         assert decision.fingerprint and decision.ingredients is not None
-        attempt = attempts.new_attempt_id(decision.known_attempts)
+        attempt = attempts.new_attempt_id(made.store, node.name)
         folder = attempts.attempt_folder(node.name, decision.fingerprint, attempt)
         written = (files or {}).get(node.name, {"file": node.name})
         for path, content in written.items():
