@@ -161,7 +161,7 @@ class TrackingConfig:
 
 @dataclass(frozen=True)
 class ExperimentConfig:
-    name: str  # run folder and MLflow experiment
+    name: str  # run folder and MLflow experiment; a file that has none is named as it is called
     scaling_factor: int  # S: S * S slices; 1 for the baseline
     bits: list[int]  # bits per channel after the first stages, then after each depth upscaling: [8], [3, 8], ...
     stages: list[str]  # one of SYSTEMS

@@ -120,6 +120,7 @@ def _read(path: Path, shown: str) -> DictConfig:
         raise UserError(f"cannot read {shown}: {_one_line(error)}") from None
     if not isinstance(read, DictConfig):
         raise UserError(f"cannot read {shown}: it must be a mapping of keys to values")
+    read = typing.cast(DictConfig, OmegaConf.merge({"name": path.stem}, read))
     for key, text in _texts(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)):
         OmegaConf.update(read, key, text)
     return read

@@ -196,7 +196,7 @@ def test_text_on_the_command_line_is_taken_as_it_is(tmp_path: Path) -> None:
 
 def test_text_in_a_file_is_taken_as_it_is_written(tmp_path: Path) -> None:
     for text in ("2023_10_05", "1.10", "no", "1e3", "007", "2023-10-05", "1_000"):
-        file = written(tmp_path, ("name: debug", f"name: {text}"), ("data:", f"data:\n  root: {text}"))
+        file = written(tmp_path, ("data:", f"name: {text}\ndata:\n  root: {text}"))
         config = load(file, ["stages=[size_upscale]", "bits=[8]"])
         assert (config.name, config.data.root) == (text, text)
         assert yaml.safe_load(to_yaml(config))["name"] == text, "others read the run folder's file too"
@@ -582,7 +582,6 @@ IN_A_FILE = {
     ("num_steps: 12", "num_steps: twelve"): "train.num_steps is 'twelve'; it must be an integer",
     ("bits: [3, 8]\nstages", "bits: [8, 3]\nstages"): "bits is [8, 3]; it must rise from entry to entry, e.g. [3, 8]",
     ("num_layers: 2", "num_layers: 0"): "model.decoder.num_layers is 0; it must be at least 1",
-    ("name: debug\n", ""): "name is not set",
     ("  image_size: 16\n", ""): "data.image_size is not set",
     ("train:", "per_stage:\n  baseline:\n    train:\n      num_steps: 3\ntrain:"): "per_stage: the config has no "
     "stage 'baseline'; valid: first_slice, size_upscale, depth_upscale",
@@ -594,7 +593,7 @@ IN_A_FILE = {
         "train:",
         "data.root: /photos\ntrain:",
     ): "unknown key data.root; sections of a file are nested: data: {root: ...",
-    ("name: debug", "name: ${nothing}"): "name: Interpolation key 'nothing' not found",
+    ("data:", "name: ${nothing}\ndata:"): "name: Interpolation key 'nothing' not found",
     ("train:", "storage: ''\ntrain:"): "storage is empty; it needs a value, or null where that is allowed",
 }
 

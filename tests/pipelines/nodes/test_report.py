@@ -20,7 +20,7 @@ from pipelines.tracking import RunHandle
 @pytest.mark.parametrize(("name", "shown"), [("debug", "debug"), ("my_photos", "FILE.yaml")])
 def test_commands_name_a_preset_or_leave_room_for_the_users_file(tmp_path: Path, name: str, shown: str) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text((PRESETS / "debug.yaml").read_text().replace("name: debug", f"name: {name}"))
+    file.write_text(f"name: {name}\n" + (PRESETS / "debug.yaml").read_text())
     report = nodes(load(str(file)), listed=False)[-1]
     inputs = {node: NodeOutput(str(tmp_path), {}, {}, "a") for node in report.needs}
     where = {"inputs": inputs, "out": str(tmp_path), "run": RunHandle(), "progress": Reporter("report")}
