@@ -136,16 +136,6 @@ def test_the_embedder_is_equivariant(seed, tiny_spn, random_values):
 # ---- logits and loss ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_bits", [1, 3, 5])
-def test_shapes(num_bits, tiny_spn, random_values):
-    model = tiny_spn("size_upscale", seed=0, image_size=6, scaling_factor=2, num_bits=num_bits)
-    image = random_values(0, num_bits, 4, 3, 6, 6)
-    index = torch.tensor([3, 0, 2, 1])
-    assert logits_of(model, image, index).shape == (4, 3, 2**num_bits, 3, 3)
-    assert context_of(model, image, index, None).shape == (4, 3, 3, 9)
-    assert torch.equal(target_of(model, image, index)[0], image[0, :, 1::2, 1::2])
-
-
 def test_a_batch_does_not_mix_images(tiny_spn, random_values):
     """Each image with its own target alone gives what the batch gives."""
     model = tiny_spn("depth_upscale", seed=0, image_size=4, scaling_factor=2, num_bits=2, num_given_bits=2)
