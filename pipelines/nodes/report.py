@@ -55,18 +55,19 @@ def run(context: NodeContext[ReportNodeConfig]) -> NodeResult:
     samples = context.inputs["sample"]
     store = open_store(samples.uri).sub(samples.named["samples"])
     pictures = {stage: store.read_bytes(f"{stage}.png") for stage in stages}
-    page = _page(
-        name=config.name,
-        body="".join(
-            [
-                _bits_section(results, stages),
-                _samples_section(pictures, store.read_bytes("chain.png"), store.read_bytes("generation.webp"), stages),
-                _curves_section(histories),
-                _data_section(manifest),
-                _rerun_section(context, stages),
-                f"<h2>Configuration</h2><pre>{escape(mask_uris(config.yaml))}</pre>",
-            ]
-        ),
+    title = f"{escape(config.name)}: multidimensional upscaling"
+    page = "".join(
+        [
+            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
+            f"<style>{STYLE}</style></head><body><h1>{title}</h1>",
+            "<p class=muted>Subscale Pixel Networks, each stage a network of its own</p>",
+            _bits_section(results, stages),
+            _samples_section(pictures, store.read_bytes("chain.png"), store.read_bytes("generation.webp"), stages),
+            _curves_section(histories),
+            _data_section(manifest),
+            _rerun_section(context, stages),
+            f"<h2>Configuration</h2><pre>{escape(mask_uris(config.yaml))}</pre></body></html>\n",
+        ]
     )
     open_store(context.out).write_text(PAGE, page)
     with context.run.open() as run:
@@ -77,16 +78,6 @@ def run(context: NodeContext[ReportNodeConfig]) -> NodeResult:
 def _read(context: NodeContext[ReportNodeConfig], node: str, name: str) -> bytes:
     output = context.inputs[node]
     return open_store(output.uri).read_bytes(output.named[name])
-
-
-def _page(*, name: str, body: str) -> str:
-    title = f"{escape(name)}: multidimensional upscaling"
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{STYLE}</style></head>"
-        f"<body><h1>{title}</h1><p class=muted>Subscale Pixel Networks, each stage a network of its own</p>{body}"
-        "</body></html>\n"
-    )
 
 
 def _bits_section(results: Results, stages: Sequence[str]) -> str:
@@ -141,19 +132,18 @@ def _row(label: str, part: Part, css: str = "") -> str:
 
 def _samples_section(pictures: Mapping[str, bytes], chain: bytes, film: bytes, stages: Sequence[str]) -> str:
     grids = "".join(
-        f"<figure>{_image(data, scale=2)}<figcaption>{escape(stage)}</figcaption></figure>"
-        for stage, data in pictures.items()
+        f"<figure>{_image(data)}<figcaption>{escape(stage)}</figcaption></figure>" for stage, data in pictures.items()
     )
     order = " → ".join(escape(stage) for stage in stages)
     return (
         f"<h2>Samples</h2><div class=grids>{grids}</div><p>One image per row, after each stage ({order}):</p>"
-        f"{_image(chain, scale=2)}<p>The first of them in its order of generation, slice after slice, then depth:</p>"
+        f"{_image(chain)}<p>The first of them in its order of generation, slice after slice, then depth:</p>"
         f'<img class=pixels src="{_inline(film, kind="webp")}">'
     )
 
 
-def _image(png: bytes, *, scale: int) -> str:
-    width = int.from_bytes(png[16:20], "big") * scale  # the PNG header's
+def _image(png: bytes) -> str:
+    width = int.from_bytes(png[16:20], "big") * 2  # twice the PNG header's
     return f'<img class=pixels width={width} src="{_inline(png)}">'
 
 
@@ -162,10 +152,9 @@ def _inline(picture: bytes, *, kind: str = "png") -> str:
 
 
 def _curves_section(histories: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    figure = Figure(figsize=(10, 3.4 * -(-len(histories) // 3)), layout="constrained")
-    columns = min(3, len(histories))
-    axes = figure.subplots(-(-len(histories) // columns), columns, squeeze=False).ravel()
-    for axis, (stage, history) in zip(axes, histories.items(), strict=False):
+    figure = Figure(figsize=(max(10, 3.4 * len(histories)), 3.4), layout="constrained")
+    axes = figure.subplots(1, len(histories), squeeze=False)[0]
+    for axis, (stage, history) in zip(axes, histories.items(), strict=True):
         compared = "valid/bits_per_dim/all_slices"  # of the dims of train; earlier trainings have one score alone
         valid = compared if compared in history[-1] else "valid/bits_per_dim"
         for metric, style in (("train/bits_per_dim", {"alpha": 0.5, "lw": 1}), (valid, {"marker": "o"})):
@@ -174,8 +163,6 @@ def _curves_section(histories: Mapping[str, Sequence[Mapping[str, float]]]) -> s
         axis.set(title=stage, xlabel="images seen")
         axis.grid(alpha=0.3)
         axis.legend()
-    for axis in axes[len(histories) :]:
-        axis.set_visible(False)
     axes[0].set_ylabel("bits/dim")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
