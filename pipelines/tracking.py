@@ -408,13 +408,12 @@ class Ledger:
         login = {name: os.environ[name] for name in LOGIN if name in os.environ} if _is_server(self.uri) else {}
         return RunHandle(self.uri, self._ids[node], self.experiment_id, login)
 
-    def reuse_node(self, node: str, *, tags: Mapping[str, str], reused_run: str | None) -> RunHandle:
+    def reuse_node(self, node: str, *, tags: Mapping[str, str], reused_run: str | None) -> None:
         """Child run of a skipped node: no numbers, only a pointer to the run that made its output."""
         note = f"Up to date; made by run {reused_run}" if reused_run else "Up to date"
         more = {"reused_run": reused_run or "unknown", "mlflow.note.content": note}
-        handle = self.start_node(node, tags={**tags, **more}, params={})
+        self.start_node(node, tags={**tags, **more}, params={})
         self.finish(node, "FINISHED")
-        return handle
 
     def finish(
         self,
@@ -454,21 +453,18 @@ class Ledger:
     def _end(self, name: str, status: str, now_ms: int, client: MlflowClient) -> None:
         client.set_terminated(self._ids[name], status, now_ms)
 
-    def reconcile(self) -> list[str]:
-        """Marks runs of this run folder that are still RUNNING as KILLED: their driver is gone. Returns their ids.
+    def reconcile(self) -> None:
+        """Marks runs of this run folder that are still RUNNING as KILLED: their driver is gone.
 
         Call it only while holding the run folder's lock, before this launch has opened runs of its own.
         """
         query = f"attributes.status = 'RUNNING' and tags.run_folder = '{self.run_folder}'"
-        closed: list[str] = []
 
         def close_them(client: MlflowClient) -> None:
             for run in client.search_runs([self.experiment_id], query, max_results=1000):
                 client.set_terminated(run.info.run_id, "KILLED")
-                closed.append(run.info.run_id)
 
         self._send(close_them)
-        return closed
 
     def _open(self, name: str, tags: Mapping[str, str], params: Any) -> None:
         """Creates the run or, if it exists, makes it RUNNING again under this launch's parent run."""

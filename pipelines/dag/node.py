@@ -97,7 +97,7 @@ class Tracker(Protocol):
     def start_node(self, node: str, *, tags: Mapping[str, str], params: Any, continue_id: str | None = None) -> Any:
         """The node's run, as nodes get it: it has a run_id and open()."""
 
-    def reuse_node(self, node: str, *, tags: Mapping[str, str], reused_run: str | None) -> Any: ...
+    def reuse_node(self, node: str, *, tags: Mapping[str, str], reused_run: str | None) -> None: ...
 
     def finish(
         self,
