@@ -205,7 +205,7 @@ def splits_of(
 
 
 def _named_splits(paths: Collection[str]) -> dict[str, str]:
-    parts = {path: path.split("/") for path in paths}
+    parts = {path: path.split("/") for path in paths} if any(map(_WORD.search, paths)) else {}
     for depth in range(max(map(len, parts.values()), default=0)):
         words = {path: split_words("".join(part[depth : depth + 1])) for path, part in parts.items()}
         named = {path: next(iter(word)) for path, word in words.items() if len(word) == 1}
