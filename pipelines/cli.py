@@ -51,7 +51,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=parser.prog)
 
 
-def run_guarded(command: Callable[[], int]) -> int:
+def run_guarded(command: Callable[[], int], *, resumes: bool = True) -> int:
     """The command's exit code; a user's mistake is one line on stderr, without a traceback. No secret is printed."""
     with masked_output():
         try:
@@ -67,7 +67,8 @@ def run_guarded(command: Callable[[], int]) -> int:
             return FULL
         except KeyboardInterrupt as error:
             why = f": {printable(str(error))}" if str(error) else ""
-            print(f"interrupted{why}; the same command resumes from here", file=sys.stderr)
+            then = "resumes from here" if resumes else "starts over"
+            print(f"interrupted{why}; the same command {then}", file=sys.stderr)
             return INTERRUPTED
 
 

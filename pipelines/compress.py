@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.Parser(prog="compress.py", description="Codes images without loss by a trained chain.")
     cli.add_config_arguments(parser)
     parser.add_argument("--no-check", action="store_true", help="do not decode what was written")
-    return cli.run_guarded(lambda: cli.compress(parser.parse_intermixed_args(argv)))
+    return cli.run_guarded(lambda: cli.compress(parser.parse_intermixed_args(argv)), resumes=False)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.Parser(prog="decompress.py", description="Writes the images of a file of compress.py as PNG files.")
     parser.add_argument("file", metavar="FILE", help="path or URI")
     cli.add_config_arguments(parser)
-    return cli.run_guarded(lambda: cli.decompress(parser.parse_intermixed_args(argv)))
+    return cli.run_guarded(lambda: cli.decompress(parser.parse_intermixed_args(argv)), resumes=False)
 
 
 if __name__ == "__main__":
