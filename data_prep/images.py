@@ -43,7 +43,7 @@ CONVERSIONS = (
 )
 
 # Names of images, those of pictures that are not read among them: to be named, not skipped.
-_SUFFIXES = "jpg jpeg png webp bmp gif jpe jfif tif tiff heic heif avif jxl jp2 dng cr2 cr3 nef arw orf raf rw2"
+_SUFFIXES = "jpg jpeg png webp avif bmp gif jpe jfif tif tiff heic heif jxl jp2 dng cr2 cr3 nef arw orf raf rw2"
 IMAGE_SUFFIXES = tuple(f".{suffix}" for suffix in _SUFFIXES.split())
 _SYSTEM_FOLDERS = frozenset(("__macosx", "@eadir", "$recycle.bin"))
 TINY_SIDE = 8  # pixels; images with a shorter side are used, but counted

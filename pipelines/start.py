@@ -60,7 +60,8 @@ def start(
         plan, holder = make_plan(), lock.holder()
     if holder and not dry_run:  # at once: Ray takes a while to start, and memory from the start that is running
         raise UserError(refusal_to_share(store, holder))
-    print(to_yaml(config))
+    if dry_run:  # a start writes it to the run folder
+        print(to_yaml(config))
     print(f"run folder: {store.uri}")
     if images is not None:
         print(images.describe(num_draws=config.sample.num_draws))
@@ -150,11 +151,16 @@ def _sum_up(report: running.RunReport, store: Store, *, tracking_uri: str, whole
 
 
 def print_summary(report: running.RunReport, store: Store, *, mlflow: str) -> None:
-    """Prints bits/dim per stage and in all, the dataset's counts, and where to look; of each what this start has."""
+    """Prints bits/dim per stage and in all, the dataset's counts, and where to look; of each what this start has.
+
+    Of user images only the latter: the dataset is not theirs.
+    """
     console, uris = Console(), {name: node.uri for name, node in report.nodes.items() if node.uri is not None}
     if "evaluate" in uris:
         console.print(bits_table(json.loads(open_store(uris["evaluate"]).read_bytes("results.json"))))
-    lines = counts(open_dataset(join(uris["prepare_data"], "dataset")).manifest) if "prepare_data" in uris else []
+    lines = []
+    if "prepare_data" in uris and uris.keys().isdisjoint((SAMPLE_IMAGES, SCORE_IMAGES)):
+        lines = counts(open_dataset(join(uris["prepare_data"], "dataset")).manifest)
     lines += [f"{what:<12} {where}" for what, where in {**publish(uris, store), "MLflow": mlflow}.items()]
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)  # it may hold names of files
@@ -262,7 +268,8 @@ def reading(store: Store, *, what: str = "read the run folder") -> Iterator[None
     except OSError as error:
         if error.errno in FULL_DISK:
             raise
-        raise UserError(f"cannot {what} {store.uri}: {error.strerror or error}") from error
+        why = "nothing is there" if isinstance(error, FileNotFoundError) else error.strerror or error
+        raise UserError(f"cannot {what} {store.uri}: {why}") from error
 
 
 @contextlib.contextmanager

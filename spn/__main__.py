@@ -49,7 +49,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("spn.png"), help="the picture (default: %(default)s)")
     options = parser.parse_args(arguments)
 
-    image = Image.open(options.photo).convert("RGB").resize((144, 96), Image.Resampling.BOX)
+    try:
+        image = Image.open(options.photo).convert("RGB").resize((144, 96), Image.Resampling.BOX)
+    except OSError as error:
+        parser.error(f"{options.photo} is no picture that can be read ({error.strerror or 'of no known format'})")
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).long()  # [3, 96, 144]
     values = reduce_depth(pixels, from_bits=8, to_bits=NETWORK.num_bits)
     learned, held_out = values[:, :, :108], values[:, :, 108:]  # the right quarter is for measuring

@@ -18,7 +18,7 @@ from data_prep.sources.base import (
     splits_of,
 )
 
-LAYOUT = f"images of any size at any depth ({' '.join(IMAGE_SUFFIXES[:6])})"
+LAYOUT = f"images of any size at any depth ({' '.join(IMAGE_SUFFIXES[:7])})"
 COUNT = "any"
 
 _TABLES = (".csv", ".tsv")  # lists with a header

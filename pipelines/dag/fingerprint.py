@@ -178,7 +178,7 @@ def explain(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     if fewer := sorted(before.keys() - after.keys()):
         reasons.append(f"no longer reads {_some(fewer)}")
     if old.get("source", "") != new["source"]:
-        reasons.append("source files changed")
+        reasons.append("external files changed")
     return "; ".join(reasons) or "nothing that can be named"
 
 

@@ -189,7 +189,7 @@ def _rerun_section(context: NodeContext[ReportNodeConfig], stages: Sequence[str]
     rerun = f"--rerun train_{escape(stages[-1])}"
     return (
         f"<h2>Rerun</h2><pre>{command} {'':{len(rerun)}}   # skips what is up to date\n"
-        f"{command} {rerun}   # that node, then what depends on it\n"
+        f"{command} {rerun}   # that node, then what reads its new output\n"
         f"{command} {'--dry-run':{len(rerun)}}   # what would run, and why</pre>"
         "<p class=muted>With the key=value settings of this launch, if it had any.</p>"
         f"<table><tr><th>node<th>attempt<th>MLflow run</tr>{rows}</table>{_compare_note(context, stages)}"

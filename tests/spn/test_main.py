@@ -6,6 +6,7 @@ python -m pytest tests/spn/test_main.py
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from spn.__main__ import main
@@ -20,3 +21,11 @@ def test_a_photo_becomes_a_picture(tmp_path, capsys):
         assert drawn.size == (512, 512) and len(set(drawn.convert("L").tobytes())) > 2
     printed = capsys.readouterr().out
     assert "valid/bits_per_dim" in printed and str(tmp_path / "drawn.png") in printed
+
+
+def test_a_photo_that_cannot_be_read_is_one_line(tmp_path, capsys):
+    (tmp_path / "text.png").write_text("no picture")
+    for name in ("text.png", "nothing.png"):
+        with pytest.raises(SystemExit, match="2"):
+            main([str(tmp_path / name)])
+        assert f"{name} is no picture" in capsys.readouterr().err

@@ -182,9 +182,9 @@ def test_a_module_that_decides_nothing_counts_neither_itself_nor_through_its_imp
         ({"upstream": {"prepare": READ | {"content": "2"}}}, "new output of prepare"),
         ({"upstream": {"prepare": READ, "other": READ}}, "now also reads other"),
         ({"upstream": {"other": READ}}, "now also reads other; no longer reads prepare"),
-        ({"source": "other"}, "source files changed"),
+        ({"source": "other"}, "external files changed"),
         ({"function": "toy.nodes:other"}, "function changed: toy.nodes:write -> toy.nodes:other"),
-        ({"source": "other", "code": {}}, "code changed: toy; source files changed"),
+        ({"source": "other", "code": {}}, "code changed: toy; external files changed"),
         ({"code": {"toy": "1", **{f"toy.m{i}": "1" for i in range(6)}}}, "toy.m0, toy.m1, toy.m2, toy.m3 and 2 more"),
     ],
 )

@@ -73,7 +73,7 @@ def test_what_is_not_semantic_reruns_nothing(finished: Store) -> None:
 def test_other_source_files_rerun_all(finished: Store) -> None:
     made = decided(finished, diamond(prepare={"source": "listing 2"}))
     assert will_run(made) == ("prepare", "left", "right", "join")
-    assert made["prepare"].reason == "source files changed"
+    assert made["prepare"].reason == "external files changed"
 
 
 def write_toys(root: Path, *, left: str) -> Path:
