@@ -16,6 +16,7 @@ same width is timed beside it, without a coder. The first batch of each is not t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
 import json
@@ -150,10 +151,8 @@ def _timed(call: Callable[[Any], Any], argument: Any) -> tuple[Any, float]:
 
 def sizes_of_formats(images: np.ndarray) -> dict[str, float]:
     """{format: bits/dim of images [N, H, W, 3], a file for each}, of the formats that Pillow can write here."""
-    try:
+    with contextlib.suppress(ImportError):
         importlib.import_module("pillow_jxl")
-    except ImportError:
-        pass
     Image.init()
     return {
         name: 8 * sum(_num_bytes(image, options) for image in images) / images.size

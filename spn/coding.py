@@ -85,7 +85,7 @@ def slices_in_order(models: Mapping[str, SPN], images: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Coded(Draws):
-    """Values that a coder decides, or is told where they are known."""
+    """Draws in place of which a coder gives the values. Known values are given to the coder instead, to be encoded."""
 
     code: Callable[..., Tensor] = field(kw_only=True)  # (frequencies [B, V], values [B] if known): values
 
