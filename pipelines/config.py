@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -307,11 +307,6 @@ class ReportNodeConfig:
 
 
 # ---- stages and nodes -------------------------------------------------------------------------------------------
-
-
-def first_given(stage: str, stages: Iterable[str]) -> bool:
-    """Whether another network of the chain makes slice (0, 0) for a stage, which then answers for the others."""
-    return stage == "size_upscale" and "first_slice" in stages
 
 
 def stage_kind(stage: str) -> str:

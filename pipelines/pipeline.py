@@ -30,7 +30,6 @@ from pipelines.config import (
     ScoringConfig,
     TrainNodeConfig,
     UserImages,
-    first_given,
     node_names,
     stage_model_config,
     stage_names,
@@ -40,6 +39,7 @@ from pipelines.dag.fingerprint import Sources, digest, flatten
 from pipelines.dag.masking import mask_uris
 from pipelines.dag.node import EXTEND, KEEP, Node
 from pipelines.loading import preset_names, to_yaml
+from spn.config import first_given
 
 # Of a train node's output, what networks are loaded from: no optimiser state, no learning curve.
 CHECKPOINT = ("config.json", "ema.safetensors")

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from spn.bitdepth import stage_values
+from spn.config import first_given
 from spn.decoding import Draws
 from spn.evaluation import scored_slices
 from spn.model import SPN
@@ -78,7 +79,7 @@ def slices_in_order(models: Mapping[str, SPN], images: Tensor) -> list[Tensor]:
     depth = configs[-1].num_given_bits + configs[-1].num_bits
     for model, own in zip(models.values(), configs, strict=True):
         values, _ = stage_values(images, stored_bits=depth, given_bits=own.num_given_bits, num_bits=own.num_bits)
-        numbers = scored_slices(model, first_given=own.stage == "size_upscale" and "first_slice" in models)
+        numbers = scored_slices(model, first_given=first_given(own.stage, models))
         slices += image_to_slices(values, own.scaling_factor)[:, numbers.start : numbers.stop].unbind(1)
     return slices
 

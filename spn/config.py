@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,11 @@ def execution(default: Any) -> Any:
     checkpoints come decides which ones are handed over.
     """
     return field(default=default, metadata={"semantic": False})
+
+
+def first_given(stage: str, stages: Iterable[str]) -> bool:
+    """Whether another network of the chain makes slice (0, 0) for a stage, which then answers for the others."""
+    return stage == "size_upscale" and "first_slice" in stages
 
 
 def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spn.bitdepth import stage_values
+from spn.config import first_given
 from spn.model import SPN, nll_nats
 from spn.ordering import image_to_slices
 
@@ -71,6 +72,6 @@ def chain_nats(models: Mapping[str, SPN], image: Tensor) -> dict[str, Tensor]:
     """{stage: [B] nats}: each part of -log P of 8-bit images [B, 3, H, W]; their sum is the whole chain's."""
     parts = {}
     for stage, model in models.items():
-        first_given = model.config.stage == "size_upscale" and "first_slice" in models
-        parts[stage] = stage_nats(model, image, slices=scored_slices(model, first_given=first_given)).sum((1, 2))
+        slices = scored_slices(model, first_given=first_given(model.config.stage, models))
+        parts[stage] = stage_nats(model, image, slices=slices).sum((1, 2))
     return parts
