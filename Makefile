@@ -57,6 +57,7 @@ ui: $(INSTALLED) ## MLflow on this machine's own port 5000 (RUN=runs/demo PORT=5
 	@test -f $(RUN)/mlflow.db || { echo "No $(RUN)/mlflow.db: run \`make demo\` first, or name a run folder: RUN=..."; \
 		exit 2; }
 	@echo "Open http://127.0.0.1:$(PORT)/#/experiments?workflowType=machine_learning (Ctrl-C ends it)"
+	@$(BIN)/python -c "from pipelines.tracking import make_client as m; m('sqlite:///$(abspath $(RUN))/mlflow.db')" # has it moved?
 	MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow server \
 		--backend-store-uri sqlite:///$(abspath $(RUN))/mlflow.db --host 127.0.0.1 --port $(PORT) --workers 1
 

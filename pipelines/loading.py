@@ -123,6 +123,10 @@ def _read(path: Path, shown: str) -> DictConfig:
     read = typing.cast(DictConfig, OmegaConf.merge({"name": path.stem}, read))
     for key, text in _texts(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)):
         OmegaConf.update(read, key, text)
+    if path.name == "config.yaml" and (path.parent / "nodes").is_dir():  # a run folder's, which may have moved
+        if path.parent.name != read.name:
+            raise UserError(f"{path.parent} is a run folder of config {read.name!r}: its last part must be that name")
+        read.storage = str(path.parent.parent)
     return read
 
 

@@ -63,6 +63,22 @@ CLOSE_SEC = 20.0  # longest wait for the metrics in MLflow's queue when a run is
 KILLED_SEC = 1.0  # longest wait of a launch that was stopped: Ray kills a stopped job 3 s after SIGTERM
 _PARAM_CHARS, _TAG_CHARS, _METRIC_BATCH = 500, 5000, 1000  # MLflow's limits
 
+# Columns of MLflow's database that may hold places on this machine, and the places of our experiments' artifacts.
+_ARTIFACTS = "mlartifacts"  # beside the database
+_ADDRESSES = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("tags", "value"),
+    ("datasets", "dataset_source"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
+    ("model_version_tags", "value"),
+)
+_OUR_ARTIFACTS = (
+    "SELECT DISTINCT artifact_location FROM experiments JOIN runs USING (experiment_id) JOIN tags USING (run_uuid) "
+    f"WHERE key = 'run_folder' AND artifact_location LIKE 'file:///%/{_ARTIFACTS}'"
+)
+
 # Names in the model registry: aliases, tags of a version.
 CANDIDATE, CHAMPION = "candidate", "champion"
 SCORE, TEST_SET, DIMS = "test_bits_per_dim", "test_set", "scored_dims"
@@ -79,13 +95,13 @@ def default_uri(store: Store, *, name: str, configured: str | None = None) -> tu
     login, which moves to the environment variables that MLflow has for it.
     """
     given = configured or os.environ.get("MLFLOW_TRACKING_URI")
-    if given:
-        given = _take_login(given)
-        file = _sqlite_file(given)  # its artifact place must be given: MLflow's default is the working directory
-        return given, str(file.absolute().parent / "mlartifacts") if file else None
-    folder = store.local() or Path.home() / "spn_runs" / name
-    place = str(folder).replace("%", "%25").replace("?", "%3F")  # it is decoded; options follow a "?"
-    return f"sqlite:///{place}/mlflow.db", str(folder / "mlartifacts")
+    if given and _sqlite_file(given) is None:
+        return _take_login(given), None
+    file = _sqlite_file(given) if given else (store.local() or Path.home() / "spn_runs" / name) / "mlflow.db"
+    assert file is not None
+    file = file.absolute()  # workers have another working directory
+    place = str(file).replace("%", "%25").replace("?", "%3F")  # it is decoded; options follow a "?"
+    return f"sqlite:///{place}", str(file.parent / _ARTIFACTS)  # MLflow's default is the working directory
 
 
 def ui_command(uri: str) -> str:
@@ -132,7 +148,32 @@ def make_client(uri: str) -> MlflowClient:
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     file = _sqlite_file(uri)
     with _alone_in(file.parent) if file else contextlib.nullcontext():  # a new database gets its tables here
-        return MlflowClient(tracking_uri=uri)
+        client = MlflowClient(tracking_uri=uri)
+        if file:
+            _follow_move(file.absolute())
+        return client
+
+
+def _follow_move(file: Path) -> None:
+    """A database that was moved or copied with its folder holds addresses in the old one: now they are in this one."""
+    new = file.parent
+    with contextlib.closing(sqlite3.connect(file, timeout=LOCKED_SEC)) as database, database:
+        for (place,) in database.execute(_OUR_ARTIFACTS).fetchall():
+            old = Path(unquote(urlsplit(place).path)).parent
+            if old == new or (old.exists() and old.samefile(new)):
+                continue
+            for start, before, after in (
+                ("", old.as_uri(), new.as_uri()),
+                ("", str(old), str(new)),
+                ('{"uri": "', str(old), str(new)),  # a dataset's source
+            ):
+                values = {"before": start + before, "after": start + after}
+                for table, column in _ADDRESSES:
+                    database.execute(
+                        f"UPDATE {table} SET {column} = :after || substr({column}, length(:before) + 1) "
+                        f"WHERE substr({column} || '/', 1, length(:before) + 1) = :before || '/'",
+                        values,
+                    )
 
 
 @contextlib.contextmanager
