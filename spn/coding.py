@@ -10,12 +10,10 @@ B batch, H W image, h w slice, V values.
 
 from __future__ import annotations
 
-import functools
 import platform
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +23,15 @@ from torch import Tensor
 
 from spn.bitdepth import stage_values
 from spn.config import first_given
-from spn.decoding import Draws
+from spn.decoding import BITS
 from spn.evaluation import scored_slices
 from spn.model import SPN
 from spn.ordering import image_to_slices
 from spn.sampling import sample_chain
 
-BITS = 24  # frequencies sum to at most 2^BITS
 LOWEST = 2**31  # a state below it takes in a word
 SHORTEST = 5  # bytes of a state, which takes up to 8: with words of 4 bytes a stream's length says how many
-DECODER = "plain"  # the fused kernels draw from uniform numbers alone; once they code, Triton's version counts, too
+DECODER = "plain"  # on a GPU; auto: the fused kernels
 
 
 def encode(models: Mapping[str, SPN], images: Tensor, *, batch: int, **options: Any) -> Iterator[bytes]:
@@ -43,7 +40,7 @@ def encode(models: Mapping[str, SPN], images: Tensor, *, batch: int, **options: 
         padded = part.new_zeros((batch, *part.shape[1:]), dtype=torch.long)
         padded[: len(part)] = part
         encoder = Encoder(slices_in_order(models, padded))
-        _sample(models, encoder.draws, batch, options)
+        _sample(models, encoder, batch, options)
         yield from encoder.streams([*map(_checksum, padded.to(torch.uint8).cpu())])[: len(part)]
 
 
@@ -58,13 +55,13 @@ def decode(
             yield from [None] * len(part)
             continue
         decoder = Decoder([*part, *[b""] * (batch - len(part))], device)
-        images = _sample(models, functools.partial(Coded, code=decoder.take), batch, options)
+        images = _sample(models, decoder, batch, options)
         for _, image, end in zip(part, images.to(torch.uint8).cpu(), decoder.ends(), strict=False):
             yield image if end == _checksum(image) else None
 
 
-def _sample(models: Mapping[str, SPN], draws: Callable[..., Draws], batch: int, options: Mapping[str, Any]) -> Tensor:
-    drawn = sample_chain(models, seed=0, images=range(batch), draws=draws, decoder=DECODER, **options)
+def _sample(models: Mapping[str, SPN], coder: Encoder | Decoder, batch: int, options: Mapping[str, Any]) -> Tensor:
+    drawn = sample_chain(models, seed=0, images=range(batch), coder=coder, decoder=DECODER, **options)
     return list(drawn.values())[-1]
 
 
@@ -84,34 +81,33 @@ def slices_in_order(models: Mapping[str, SPN], images: Tensor) -> list[Tensor]:
     return slices
 
 
-@dataclass(frozen=True)
-class Coded(Draws):
-    """Draws in place of which a coder gives the values. Known values are given to the coder instead, to be encoded."""
-
-    code: Callable[..., Tensor] = field(kw_only=True)  # (frequencies [B, V], values [B] if known): values
-
-    def choose(self, logits: Tensor, row: int, column: int, channel: int) -> Tensor:
-        told = () if self.known is None else (self.known[:, channel, row, column],)
-        return self.code(frequencies(logits), *told)
-
-
 class Encoder:
-    """Puts values into streams, all images at once."""
+    """Puts values into streams, all images at once.
+
+    The plain decoder calls `code` for each value; the fused one codes on the GPU, between `lend` and `take_back`.
+    """
 
     def __init__(self, slices: Iterable[Tensor] = ()) -> None:
         self._slices, self._intervals = iter(slices), list[Tensor]()
 
-    def draws(self, uniform: Tensor, **_: Any) -> Draws:
-        """Of the next slice."""
-        return Coded(uniform, known=next(self._slices), code=self.put)
+    def known(self) -> Tensor:
+        """The next slice."""
+        return next(self._slices)
 
-    def put(self, sizes: Tensor, values: Tensor) -> Tensor:
-        self._intervals.append(torch.stack(interval(sizes, values)).int())
+    def code(self, logits: Tensor, values: Tensor) -> Tensor:
+        self._intervals.append(torch.stack(interval(frequencies(logits), values))[:, None].int())
         return values
+
+    def lend(self, states: Tensor, read: Tensor, words: Tensor) -> None:
+        """Nothing: known values leave a state as it is."""
+
+    def take_back(self, states: Tensor, read: Tensor, intervals: Tensor) -> None:
+        """intervals [2, B, 3, h, w]: start and size of each value of the slice."""
+        self._intervals.append(intervals.permute(0, 3, 4, 2, 1).flatten(1, 3).clone())
 
     def streams(self, ends: Sequence[int]) -> list[bytes]:
         """One for each image; ends: the states, from LOWEST to 2 LOWEST, that decoding ends at."""
-        starts, sizes = torch.stack(self._intervals, 1).cpu().numpy()
+        starts, sizes = torch.cat(self._intervals, 1).cpu().numpy()
         words, given, states = np.empty(starts.shape, ">u4"), np.empty(starts.shape, bool), np.array(ends)
         for t in reversed(range(len(starts))):
             size = sizes[t].astype(np.int64)
@@ -135,16 +131,31 @@ class Decoder:
         self._read = torch.full_like(self._states, 2)
         self._num_words = torch.tensor([[len(stream) // 4] for stream in streams], device=device)
 
-    def take(self, sizes: Tensor) -> Tensor:
+    def known(self) -> None:
+        """Nothing is."""
+
+    def code(self, logits: Tensor, values: None = None) -> Tensor:
+        sizes = frequencies(logits)
         place, ends = self._states & (2**BITS - 1), sizes.cumsum(-1)
-        values = (ends <= place).sum(-1, keepdim=True).clamp(max=sizes.shape[-1] - 1)
-        size = sizes.gather(1, values)
-        states = size * (self._states >> BITS) + place + size - ends.gather(1, values)
+        found = (ends <= place).sum(-1, keepdim=True).clamp(max=sizes.shape[-1] - 1)
+        size = sizes.gather(1, found)
+        states = size * (self._states >> BITS) + place + size - ends.gather(1, found)
         word = self._words.gather(1, self._read.clamp(max=self._words.shape[1] - 1))
         renewed = states < LOWEST
         self._states = torch.where(renewed, (states << 32) + word, states)
         self._read += renewed
-        return values[:, 0]
+        return found[:, 0]
+
+    def lend(self, states: Tensor, read: Tensor, words: Tensor) -> None:
+        """The states, and as many of the next words as a slice may take in: words [B, 3 h w]; read: none of them."""
+        at = self._read + torch.arange(words.shape[1], device=words.device)
+        words.copy_(self._words.gather(1, at.clamp(max=self._words.shape[1] - 1)))
+        states.copy_(self._states)
+        read.zero_()
+
+    def take_back(self, states: Tensor, read: Tensor, intervals: Tensor) -> None:
+        self._states.copy_(states)
+        self._read += read
 
     def ends(self) -> list[int]:
         """The state that each image ends at; -1 if its words were not all that its values took in."""
@@ -169,5 +180,9 @@ def numerics(device: str, *, precision: str) -> dict[str, str]:
         card, capability = torch.cuda.get_device_name(), "{}.{}".format(*torch.cuda.get_device_capability())
     elif (linux := Path("/proc/cpuinfo")).exists() and (named := re.search(r"model name\s*: (.*)", linux.read_text())):
         card = named[1]
-    found = {"device": device, "card": card, "capability": capability, "precision": precision, "decoder": DECODER}
+    found = {"device": device, "card": card, "capability": capability, "precision": precision, "decoder": "plain"}
+    if device == "cuda" and DECODER != "plain":
+        import triton
+
+        found |= {"decoder": DECODER, "triton": triton.__version__}
     return {**found, "torch": torch.__version__}

@@ -14,6 +14,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,8 @@ from torch import Tensor
 from spn.layers import MaskedLinear, TransformerLayer
 from spn.model import SPN, ModernDecoder, PaperDecoder
 from spn.modern import STEM_COLUMNS, STEM_ROWS, GroupNorm, ModernLayer
+
+BITS = 24  # a coder's frequencies sum to at most 2^BITS
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Draws:
     temperature: float = 1.0  # divides the logits
     top_p: float | None = None  # mass of the nucleus that values are drawn from, see `pick`; None: all of it
     known: Tensor | None = None  # [B, 3, k, w]: values of the first k rows, taken as they are
+    coder: Any = None  # of coding.py: gives the values in place of the numbers, and sees the known ones
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
@@ -48,8 +52,11 @@ class Draws:
 
     def choose(self, logits: Tensor, row: int, column: int, channel: int) -> Tensor:
         """Values [B] at one place of the slice, from its logits [B, V]."""
-        if self.known is not None and row < self.known_rows:
-            return self.known[:, channel, row, column]
+        known = self.known[:, channel, row, column] if self.known is not None and row < self.known_rows else None
+        if self.coder is not None:
+            return self.coder.code(logits, known)
+        if known is not None:
+            return known
         return pick(logits, self.uniform[:, channel, row, column], self.temperature, self.top_p)
 
 

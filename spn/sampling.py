@@ -53,11 +53,13 @@ def slice_decoder(
     top_p: float | None = None,
     precision: str = "float32",
     decoder: str = "auto",
+    coded: bool = False,
 ) -> Decode:
     """What decodes slices of a network in batches of one size.
 
     decoder: fused, the kernels of spn/gpu; plain, decoding.py on any device; auto, fused on a GPU if they cover the
     network, otherwise plain. precision: of the weights and caches of fused; those of plain are the network's own.
+    coded: for draws with a coder.
     Raises ValueError for another decoder or precision, and where fused is asked for but impossible.
     """
     for name, value, allowed in (("precision", precision, PRECISIONS), ("decoder", decoder, DECODERS)):
@@ -71,7 +73,7 @@ def slice_decoder(
         reason = not_covered(model) if on_gpu else "the network is not on a GPU"
         if reason is None:
             dtype = getattr(torch, precision)
-            return FusedDecoder(model, batch, dtype=dtype, temperature=temperature, top_p=top_p)
+            return FusedDecoder(model, batch, dtype=dtype, temperature=temperature, top_p=top_p, coded=coded)
         if decoder == "fused":
             raise ValueError(f"decoder is 'fused', but {reason}")
         logging.getLogger(__name__).warning("%s is sampled by the plain decoder: %s", model.config.stage, reason)
@@ -91,7 +93,7 @@ def sample_stage(
     precision: str = "float32",
     decoder: str = "auto",
     decoders: dict[Any, Decode] | None = None,
-    draws: Callable[..., Draws] = Draws,
+    coder: Any = None,
     on_row: Callable[[], None] | None = None,
 ) -> Tensor:
     """Sample what one stage generates: an image [B, 3, H, W], or for a first_slice stage one slice [B, 3, h, w].
@@ -101,17 +103,18 @@ def sample_stage(
     [B, 3, k, w]: the first k rows of the first slice that is drawn, kept as they are. Both are prefixes of the order of
     generation, so what is drawn after them follows the model's exact conditional. precision, decoder: see
     `slice_decoder`; decoders: a dictionary that a caller who draws batch after batch keeps, since a GPU's are recorded
-    at their first use; they hold the weights as they were then. draws: what makes the draws of each slice, in order of
-    generation, instead of `Draws` (coding.py; plain decoder only). `on_row` is called after each row of pixels of each
-    slice. Raises ValueError for a temperature, top_p, precision or decoder out of range.
+    at their first use; they hold the weights as they were then. coder: gives the values instead, or is given those of
+    whole slices (coding.py). `on_row` is called after each row of pixels of each slice. Raises ValueError for a
+    temperature, top_p, precision or decoder out of range.
     """
     assert not model.training, "dropout would draw from another network than the one at hand"
-    config, batch = model.config, len(uniform)
-    decoders, key = {} if decoders is None else decoders, (model, batch, temperature, top_p, precision, decoder)
+    config, batch, decoders = model.config, len(uniform), {} if decoders is None else decoders
+    options: dict[str, Any] = dict(
+        temperature=temperature, top_p=top_p, precision=precision, decoder=decoder, coded=coder is not None
+    )
+    key = (model, batch, *options.values())
     if key not in decoders:
-        decoders[key] = slice_decoder(
-            model, batch, temperature=temperature, top_p=top_p, precision=precision, decoder=decoder
-        )
+        decoders[key] = slice_decoder(model, batch, **options)
     on_gpu = uniform.device.type == "cuda"
     numbers = image_to_slices(uniform, config.scaling_factor)
     given = None if given is None else image_to_slices(given, config.scaling_factor)
@@ -124,8 +127,8 @@ def sample_stage(
         index = torch.full((batch,), number, device=uniform.device)
         with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu and precision == "bfloat16"):
             context = _context(model, known, index, given)
-        kept = rows if number == num_known else None
-        drawn = draws(numbers[:, number], temperature=temperature, top_p=top_p, known=kept)
+        kept = coder.known() if coder is not None else rows if number == num_known else None
+        drawn = Draws(numbers[:, number], temperature=temperature, top_p=top_p, known=kept, coder=coder)
         known[:, number] = decoders[key](context, drawn, on_row=on_row)
     if config.stage == "first_slice":
         return known[:, 0]
@@ -168,7 +171,7 @@ def sample_chain(
     precision: str = "float32",
     decoder: str = "auto",
     decoders: dict[Any, Decode] | None = None,
-    draws: Callable[..., Draws] = Draws,
+    coder: Any = None,
     on_row: Callable[[], None] | None = None,
 ) -> dict[str, Tensor]:
     """Sample images through all stages in order: {stage: what is known after it}.
@@ -176,7 +179,7 @@ def sample_chain(
     first_slice gives [B, 3, h, w] of d1 bits, size_upscale (or baseline) [B, 3, H, W] of d1 bits, each depth_upscale
     the image at its depth. models are in the order of generation; images are what seeds each image's draws. A chain may
     start later, from values that are kept: `slices` [B, k, 3, h, w] or `rows` [B, 3, k, W] for a size_upscale or
-    baseline that comes first (see `sample_stage`, also for precision, decoder, decoders and draws), `image`
+    baseline that comes first (see `sample_stage`, also for precision, decoder, decoders and coder), `image`
     [B, 3, H, W] for a depth_upscale that comes first.
     """
     known: dict[str, Tensor] = {}
@@ -194,7 +197,7 @@ def sample_chain(
             precision=precision,
             decoder=decoder,
             decoders=decoders,
-            draws=draws,
+            coder=coder,
             on_row=on_row,
         )
         if config.stage == "first_slice":

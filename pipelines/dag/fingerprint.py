@@ -33,8 +33,10 @@ SAME_RESULTS = {
     "6b57fc1d18a0c70e": "db08802930bce28e",  # spn.layers: the stack takes the network's settings
     "be10920822f97b81": "0e21926ad228b746",  # spn.modern: likewise
     "5d202ee533e519da": "558c675a456a694b",  # spn.model: likewise
-    "0370246ddc985655": "489832872f056ef6",  # spn.sampling: a coder may take the place of the draws
-    "444a248c8757a46b": "7281b4f3dbfb9830",  # spn.decoding: whole layers instead of blocks for R, G and B
+    "98b905bc2515dfe1": "489832872f056ef6",  # spn.sampling: a coder may take the place of the draws
+    "af74579ff7dd3e8b": "7281b4f3dbfb9830",  # spn.decoding: whole layers, not blocks of R, G and B; a coder
+    "1449cc4429d62bee": "5c02ae2c2fae45f9",  # spn.gpu.fused: a coder
+    "58fd0935e9cfb1ef": "ab8c07a0e84259d2",  # spn.gpu.kernels: a coder; without one the same machine code
 }
 _MAX_CHANGES = 4  # named in an explanation; the rest is counted
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spn.decoding import Draws, pick
+from spn.decoding import BITS, Draws, pick
 from spn.gpu.folding import FoldedWeights
 from spn.model import SPN
 from spn.modern import STEM_COLUMNS, STEM_ROWS
@@ -53,10 +53,12 @@ class FusedDecoder:
         dtype: torch.dtype = torch.float32,
         temperature: float = 1.0,
         top_p: float | None = None,
+        coded: bool = False,
         record: bool = False,
         overlap: bool = True,
     ) -> None:
-        """record: keep the logits of each slice in `logits` [B, 3, V, h, w]."""
+        """coded: for draws with a coder. record: keep the logits of each slice in `logits` [B, 3, V, h, w]."""
+        assert not coded or top_p in (None, 1), "a coder's frequencies are those of all values"
         config, decoder = model.config, model.decoder
         self.batch, self.dtype, self.temperature, self.top_p = batch, dtype, temperature, top_p
         self.device = next(model.parameters()).device
@@ -70,11 +72,11 @@ class FusedDecoder:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.compiling = False
         self.overlap = overlap and self.device.type == "cuda"  # a kernel's launch with the end of the one before
-        self._allocate(record)
+        self._allocate(record, coded)
 
     # ---- buffers ----------------------------------------------------------------------------------------------
 
-    def _allocate(self, record: bool) -> None:
+    def _allocate(self, record: bool, coded: bool) -> None:
         batch, size, layers = self.batch, self.size, self.num_layers
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -89,6 +91,10 @@ class FusedDecoder:
         self.uniform, self.known = zeros(*place, dtype=torch.float64), zeros(*place, dtype=torch.int32)
         self.target = zeros(*place, dtype=torch.long)
         self.logits = zeros(batch, 3, self.num_values, size, size) if record else None
+        self.coding: tuple[Tensor, ...] | None = None  # states, numbers of words read, words, intervals
+        if coded:
+            ints = [zeros(batch, n, dtype=torch.long) for n in (1, 1, 3 * size * size)]
+            self.coding = (*ints, zeros(2, *place, dtype=torch.int32))
         self.context = own(batch, size, size, self.weights.gate_context.shape[0])
         self.previous = own(batch, 3 * self.units)
         window = (size + STEM_ROWS - 1, size + STEM_COLUMNS - 1, 3 * self.units) if self.modern else (1, 1, 1)
@@ -426,8 +432,9 @@ class FusedDecoder:
             logits, self.uniform, self.known, self.known_rows, self.weights.table, self.target, pixel, pixel.stride(0),
             self.previous, window, self.target if self.logits is None else self.logits,
             self.row, column, self.size, self.size, channel, self.num_values, self.units, self.temperature,
-            window.stride(0), window.stride(1), STEM_ROWS, STEM_COLUMNS // 2,
-            STEM=self.modern, CHOSEN=logits is not self.scores, RECORD=self.logits is not None,
+            window.stride(0), window.stride(1), STEM_ROWS, STEM_COLUMNS // 2, *(self.coding or [None] * 4),
+            BITS=BITS if self.coding else 0, STEM=self.modern, CHOSEN=logits is not self.scores,
+            RECORD=self.logits is not None,
             BLOCK_V=triton.next_power_of_2(self.num_values), BLOCK_UNITS=triton.next_power_of_2(self.units),
             num_warps=1, **self._launch(light=True),
         )  # fmt: skip
@@ -490,6 +497,7 @@ class FusedDecoder:
     def __call__(self, context: Tensor | None, draws: Draws, *, on_row: Callable[[], None] | None = None) -> Tensor:
         """Context s [B, h, w, channels] -> values [B, 3, h, w], chosen by `draws`; on_row after each row."""
         assert (draws.temperature, draws.top_p) == (self.temperature, self.top_p), "recorded for other draws"
+        assert (draws.coder is None) == (self.coding is None), "a coder has a decoder of its own"
         assert len(draws.uniform) == self.batch, (draws.uniform.shape, self.batch)
         if self.device.type == "cuda" and self.graph is None:
             self._record_graph()
@@ -500,6 +508,8 @@ class FusedDecoder:
             self.known[:, :, : draws.known_rows].copy_(draws.known)
         if context is not None:
             self.context.copy_(context)
+        if self.coding:
+            draws.coder.lend(*self.coding[:3])
         for _ in range(self.size):
             if self.graph is None:
                 self._decode_row()
@@ -509,4 +519,7 @@ class FusedDecoder:
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
                 on_row()
+        if self.coding:
+            states, read, _, intervals = self.coding
+            draws.coder.take_back(states, read, intervals)
         return self.target.clone()

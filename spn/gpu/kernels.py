@@ -709,13 +709,17 @@ def gates(
 def draw(
     logits, uniform, known, known_rows, table, target, pixel, pixel_stride, previous, window, record,
     row, column, height, slice_width, channel, num_values, units, temperature,
-    window_stride, window_row, stem_rows, stem_side,
-    STEM: tl.constexpr, CHOSEN: tl.constexpr, RECORD: tl.constexpr, PDL: tl.constexpr,
+    window_stride, window_row, stem_rows, stem_side, states, read, words, intervals,
+    BITS: tl.constexpr, STEM: tl.constexpr, CHOSEN: tl.constexpr, RECORD: tl.constexpr, PDL: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_UNITS: tl.constexpr,
 ):  # fmt: skip
     """Chooses one value of each image as `draws.pick` does, in float64, and writes it and its embedding.
 
     CHOSEN: `logits` holds values that were chosen elsewhere. Known rows are taken as they are.
+
+    BITS (not 0) of a coder's frequencies: the image's state [B] chooses, as in coding.py, and takes in `words`
+    [B, 3 h w], of which `read` [B] are read; known values leave both as they are. Coding and decoding are one variant,
+    since two might round differently. intervals [2, B, 3, h, w]: start and size of each value.
     """
     image = tl.program_id(0).to(tl.int64)
     at_row = tl.load(row)
@@ -724,6 +728,10 @@ def draw(
     number = tl.load(uniform + place)
     given = tl.load(known + place).to(tl.int32)
     _wait(PDL)
+    if BITS:
+        places = 3 * height * slice_width
+        state, num_read = tl.load(states + image), tl.load(read + image)
+        word = tl.load(words + image * places + num_read)
     if CHOSEN:
         value = tl.load(logits + image).to(tl.int32)
     else:
@@ -737,6 +745,9 @@ def draw(
         x = x.to(tl.float64) / temperature
         mass = tl.exp(x - tl.max(x, axis=0))
         mass = mass / tl.sum(mass, axis=0)
+        if BITS:
+            mass = tl.where(is_v, (mass * ((1 << BITS) - num_values)).to(tl.int32) + 1, 0)
+            number = (state & ((1 << BITS) - 1)).to(tl.int32)
         below = (tl.cumsum(mass, axis=0) <= number) & is_v
         value = tl.minimum(tl.sum(below.to(tl.int32), axis=0), num_values - 1)
     value = tl.where(is_known, given, value)
@@ -750,6 +761,16 @@ def draw(
         at = window + image * window_stride + (at_row + stem_rows - 1) * window_row
         at += ((column + stem_side) * 3 + channel) * units
         tl.store(at + u, embedded.to(window.dtype.element_ty), mask=is_u)
+    if BITS:
+        start = tl.sum(tl.where(v < value, mass, 0), axis=0)
+        size = tl.sum(tl.where(v == value, mass, 0), axis=0)
+        tl.store(intervals + place, start)
+        tl.store(intervals + tl.num_programs(0) * places + place, size)
+        state = size * (state >> BITS) + (number - start)
+        renewed = state < 2**31
+        is_drawn = is_known == 0
+        tl.store(states + image, tl.where(renewed, (state << 32) | word, state), mask=is_drawn)
+        tl.store(read + image, num_read + renewed.to(tl.int64), mask=is_drawn)
 
 
 # ---- training: the gradient of intensity tables (training.py) --------------------------------------------------------

@@ -74,11 +74,11 @@ def test_what_is_pushed_is_decoded(num_values, sharpness):
     values[::3] = torch.randint(num_values, values[::3].shape, generator=draw)
     encoder, ends = Encoder(), [LOWEST, 2 * LOWEST - 1, *range(LOWEST + 5, LOWEST + 10)]
     for own, value in zip(logits, values, strict=True):
-        encoder.put(frequencies(own), value)
+        encoder.code(own, value)
     streams = encoder.streams(ends)
     decoder, ideal = Decoder(streams, torch.device("cpu")), torch.zeros(7)
     for own, value in zip(logits, values, strict=True):
-        assert torch.equal(decoder.take(frequencies(own)), value)
+        assert torch.equal(decoder.code(own), value)
         ideal += BITS - interval(frequencies(own), value)[1].log2()
     assert decoder.ends() == ends
     assert all(len(stream) < bits / 8 + 8 for stream, bits in zip(streams, ideal.tolist(), strict=True))
