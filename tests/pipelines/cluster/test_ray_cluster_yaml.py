@@ -10,17 +10,23 @@ import json
 import re
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import boto3
 import jsonschema
 import pytest
 import ray.autoscaler
 import yaml
+from moto import mock_aws
 
 # Private, but the launcher has no public way without a cloud account; .ci/constraints.txt holds the version.
+from ray.autoscaler._private.aws.config import bootstrap_aws
+from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
 from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.autoscaler.tags import TAG_RAY_USER_NODE_TYPE
 
 ROOT = Path(__file__).parents[3]
 SCHEMA = json.loads(Path(ray.autoscaler.__file__).with_name("ray-schema.json").read_text())
@@ -44,6 +50,36 @@ def test_the_file_itself_satisfies_rays_schema(cluster: dict[str, Any]) -> None:
 
 def test_the_launcher_accepts_it(cluster: dict[str, Any]) -> None:
     validate_config(prepare_config(copy.deepcopy(cluster)))
+
+
+def test_what_the_launcher_starts_may_use_the_bucket(
+    cluster: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ray up` and the head's autoscaler on an EC2 of this process: workers have the role that Ray makes for it."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # Ray keeps the machines' ssh key there
+    monkeypatch.setenv("MOTO_IAM_LOAD_MANAGED_POLICIES", "true")
+    monkeypatch.setattr(time, "sleep", lambda sec: None)
+    with mock_aws():
+        config = bootstrap_aws(prepare_config(cluster))
+        provider = AWSNodeProvider(config["provider"], config["cluster_name"])
+        for name, group in config["available_node_types"].items():
+            provider.create_node(group["node_config"], {TAG_RAY_USER_NODE_TYPE: name}, count=1)
+        iam, ec2 = boto3.client("iam"), boto3.resource("ec2", region_name=cluster["provider"]["region"])
+        started = {
+            tag["Value"]: each
+            for each in ec2.instances.all()
+            for tag in each.tags
+            if tag["Key"] == TAG_RAY_USER_NODE_TYPE
+        }
+        assert set(started) == set(cluster["available_node_types"])
+        for name, machine in started.items():
+            assert machine.image_id.startswith(
+                "resolve:ssm:/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver"
+            )
+            if name != cluster["head_node_type"]:
+                assert machine.iam_instance_profile["Arn"] == config["head_node"]["IamInstanceProfile"]["Arn"]
+        policies = iam.list_attached_role_policies(RoleName="ray-autoscaler-v1")["AttachedPolicies"]
+        assert "AmazonS3FullAccess" in {policy["PolicyName"] for policy in policies}
 
 
 def test_images_hold_the_ray_that_the_constraints_pin(cluster: dict[str, Any]) -> None:
