@@ -1,7 +1,7 @@
 # One line each: `make help`. Everything runs in .venv, which the first target that needs it creates.
 
-PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
-	$$python -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1 \
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	$$python -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)))' >/dev/null 2>&1 \
 	&& command -v $$python && break; done)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' .ci/constraints.txt)
@@ -68,7 +68,7 @@ clean: ## removes .venv and caches; runs/ stays
 # torch first: pip would otherwise take the default build, gigabytes of CUDA, on machines without a GPU too.
 # The CPU build is asked for without the extra index at first, so that a wheel at hand is found without a network.
 $(INSTALLED): pyproject.toml .ci/constraints.txt
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 with its venv module was not found (on Debian and Ubuntu:" \
+	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 with its venv module was not found (on Debian and Ubuntu:" \
 		"apt install python3-venv). Name one with: make PYTHON=/path/to/python3.12 ..."; exit 2; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "Creating .venv with $(PYTHON)"; \
 		$(PYTHON) -m venv --clear .venv; }

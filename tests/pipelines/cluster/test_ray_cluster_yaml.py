@@ -104,7 +104,8 @@ def test_setup_lists_the_projects_own_dependencies(cluster: dict[str, Any], tmp_
     command = list_dependencies.replace("/tmp/", f"{tmp_path}/").replace("/home/ray/spn/", f"{ROOT}/")
     subprocess.run(["bash", "-euc", command.replace("python ", f"{sys.executable} ", 1)], check=True)
     listed = (tmp_path / "requirements.txt").read_text().splitlines()
-    assert listed == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert listed == project["dependencies"] + project["optional-dependencies"]["pipelines"]
 
 
 def test_mounted_files_are_there(cluster: dict[str, Any]) -> None:
