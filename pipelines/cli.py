@@ -1,7 +1,7 @@
 """The command line that all entry points share.
 
     --config NAME|FILE  --dry-run  --rerun NODE,...  --keep NODE,...  key.sub=value ...
-    full_multidim.py alone: --only NODE,...  --from NODE,...  --status  --gc [--yes]
+    full_multidim.py alone: --only NODE,...  --from NODE,...  --status  --gc [--yes]  --export FOLDER
     prepare_data.py alone: --list-sources  --verify [URI]
 
 Arguments, config and node names are checked before anything heavy is imported, so that a mistake is answered at once.
@@ -101,6 +101,8 @@ def _parser(prog: str, only: tuple[str, ...], one_stage: bool) -> Parser:
         looks.add_argument("--status", action="store_true", help="print the state of every node, run nothing")
         looks.add_argument("--gc", action="store_true", help="list attempts that are no longer needed, run nothing")
         parser.add_argument("--yes", action="store_true", help="with --gc: delete them")
+        text = "copy the trained networks to a new folder, with a model card for the Hugging Face Hub; run nothing"
+        looks.add_argument("--export", metavar="FOLDER", help=text)
     elif only == ("prepare_data",):
         looks.add_argument("--list-sources", action="store_true", help="print the layouts of raw images, run nothing")
         text = "check every file, count and pixel of a finished dataset: the config's, or the one at URI"
@@ -215,6 +217,7 @@ LOOKS: dict[str, Callable[[argparse.Namespace], int]] = {
     "list_sources": lambda _: inspection.list_sources(),
     "verify": _verify,
     "compare": _compare,
+    "export": lambda arguments: inspection.export(_config_of_pipeline(arguments), arguments.export),
     "status": lambda arguments: inspection.show_status(_config_of_pipeline(arguments)),
     "gc": lambda arguments: inspection.collect_garbage(_config_of_pipeline(arguments), delete=arguments.yes),
 }

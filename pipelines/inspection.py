@@ -1,8 +1,9 @@
-"""What runs no node: --status and --gc of a run folder, --verify of a dataset, --compare of scores, --list-sources."""
+"""What runs no node: --status, --gc and --export of a run folder, --verify of a dataset, --compare, --list-sources."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from data_prep.lock import Lock
 from data_prep.parquet import open_dataset
 from data_prep.verify import counts, verify
 from pipelines import pipeline, tracking
-from pipelines.config import ExperimentConfig
+from pipelines.config import ExperimentConfig, stage_names, train_node
 from pipelines.dag import plan as planning
 from pipelines.dag import status
 from pipelines.dag.attempts import history
@@ -25,6 +26,35 @@ from pipelines.dag.progress import Display, Update
 from pipelines.start import locked, nodes_of, reading, run_folder
 
 DONE, DAMAGED = 0, 1
+CARD = """\
+---
+library_name: subscale-pixel-networks
+pipeline_tag: unconditional-image-generation
+tags: [subscale-pixel-networks, autoregressive, exact-likelihood]
+license: unknown
+---
+# {name}: images of {size}×{size} pixels
+
+A chain of Subscale Pixel Networks (Menick & Kalchbrenner, ICLR 2019), one network per stage, trained on {dataset}.
+Exact bits/dim on its {num_images} test images, in dims of the full image, so that the stages add up:
+
+| stage | bits/dim | standard error |
+| --- | --- | --- |
+{rows}
+
+Each stage has its configuration and averaged weights (safetensors). To draw four images and score them:
+
+```python
+from spn.checkpoint import load_chain
+from spn.evaluation import bits_per_dim, chain_nats
+from spn.sampling import sample_chain
+
+models = load_chain(".")  # this folder: {{stage: network}}
+images = sample_chain(models, seed=0, images=range(4))["{last}"]  # integers of {bits} bits, [4, 3, {size}, {size}]
+nats = sum(chain_nats(models, {at_8_bits}).values())  # exact, per image
+print(bits_per_dim(float(nats.sum()), num_images=4, image_size={size}))
+```
+"""
 
 
 def show_status(config: ExperimentConfig) -> int:
@@ -58,6 +88,42 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
     size, count = sum(each.bytes for each in found), len(found)
     what = f"{count} attempt{'' if count == 1 else 's'}, {size:,} bytes"
     print(f"deleted: {what}" if delete else f"to be deleted by --gc --yes: {what}")
+    return DONE
+
+
+def export(config: ExperimentConfig, where: str) -> int:
+    """Copies the config's trained networks to a new folder and adds a model card, as the Hugging Face Hub expects it.
+
+    `spn.checkpoint.load_chain` reads the folder, `train.init_from` the folders of its stages. Raises UserError.
+    """
+    store, target, stages = run_folder(config), open_store(where), stage_names(config)
+    if target.info() is not None:
+        raise UserError(f"--export: {where} exists; remove it or choose another name")
+    plan = planning.plan(nodes_of(config, store), store, sources=pipeline.SOURCES, only=["evaluate"])
+    if (evaluated := plan["evaluate"].success) is None:
+        raise UserError(f"--export: evaluate has no finished output ({plan['evaluate'].reason}); run it first")
+    results = json.loads(store.read_bytes(join(evaluated.folder, evaluated.named["results"])))
+    for stage in stages:
+        trained = plan[train_node(stage)].success
+        assert trained is not None, "evaluate has read it"
+        for name in pipeline.CHECKPOINT:
+            source = join(join(trained.folder, trained.named["checkpoint"]), name)
+            target.write_bytes(join(stage, name), store.read_bytes(source))
+    scores = {**results["stages"], "total": results["total"]}
+    rows = [f"| {name} | {part['bits_per_dim']:.3f} | {part['standard_error']:.3f} |" for name, part in scores.items()]
+    bits = results["generated_bits"]
+    card = CARD.format(
+        name=config.name,
+        size=results["image_size"],
+        dataset=results["dataset"],
+        num_images=results["num_images"],
+        rows="\n".join(rows),
+        last=stages[-1],
+        bits=bits,
+        at_8_bits="images" if bits == 8 else f"images << {8 - bits}",
+    )
+    target.write_text("README.md", card)
+    print(f"exported: {target.uri}")
     return DONE
 
 

@@ -53,6 +53,19 @@ def load_model(folder: Path, *, averaged: bool = True, device: str = "cpu") -> S
     return model.eval()
 
 
+def load_chain(folder: Path | str, *, device: str = "cpu") -> dict[str, SPN]:
+    """{stage: network}, in the order of generation, from a folder with a checkpoint's folder for each stage.
+
+    `full_multidim.py --export` writes such folders; of a checkpoint it needs the configuration and averaged weights.
+    """
+    folders = [path.parent for path in Path(folder).glob(f"*/{CONFIG}")]
+    models = [load_model(each, device=device) for each in folders]
+    if not models:
+        raise FileNotFoundError(f"{folder} has no folder of a stage, with {CONFIG} and {EMA}")
+    models.sort(key=lambda model: (model.config.num_given_bits, model.config.stage))  # first_slice, then size_upscale
+    return {model.config.stage: model for model in models}
+
+
 def check_start(folder: Path, config: SPNConfig) -> None:
     """Raises ValueError if the checkpoint's network is none of `config`. It needs the checkpoint's config alone.
 

@@ -16,14 +16,18 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from PIL import Image
 
 from data_prep import ray_compat
 from data_prep.files import open_store
 from pipelines import full_multidim, prepare_data
+from pipelines.nodes.trained import start_weights_of
+from pipelines.pipeline import CHECKPOINT
 
 ROOT = Path(__file__).parents[3]
 TRAINS = ["train_size_upscale", "train_depth_upscale"]
@@ -200,6 +204,39 @@ def test_equal_shards_from_a_forced_rerun_leave_the_trainings_standing(
     assert planned(idle.stdout) == dict.fromkeys(NODES, "skip")
     assert idle.stdout.count("up to date: attempt") >= len(NODES)
     assert attempts(storage) == before and "total" in idle.stdout
+
+
+def test_an_export_loads_as_its_card_says(
+    first: subprocess.CompletedProcess[str],
+    storage: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without pickled code, with scores, and trainings can start from it. What is there already stays."""
+    folder, command = tmp_path / "hub", [*CONFIG, f"storage={storage}", "--export", str(tmp_path / "hub")]
+    assert full_multidim.main(command) == 0 and full_multidim.main(command) == 2
+    out, err = capsys.readouterr()
+    assert (
+        out == f"exported: {folder}\n"
+        and err == f"error: --export: {folder} exists; remove it or choose another name\n"
+    )
+    found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.*"))
+    stages = ("depth_upscale", "size_upscale")
+    assert found == ["README.md", *(f"{stage}/{name}" for stage in stages for name in CHECKPOINT)]
+    _, matter, text = (folder / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(matter)["pipeline_tag"] == "unconditional-image-generation"
+    results = json.loads(next((storage / "debug/nodes/evaluate").glob("*/*/results.json")).read_text())
+    total = results["total"]
+    assert f"| total | {total['bits_per_dim']:.3f} | {total['standard_error']:.3f} |\n" in text
+    monkeypatch.chdir(folder)
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], names)  # load, draw, score
+    assert names["images"].shape == (4, 3, 16, 16) and 7 < float(capsys.readouterr().out) < 9
+    for stage, model in names["models"].items():
+        assert start_weights_of(str(folder / stage), model.config).keys() == model.state_dict().keys()
+    nothing = [*CONFIG, f"storage={tmp_path}", "--export", str(tmp_path / "other")]
+    assert full_multidim.main(nothing) == 2 and "has no finished output" in capsys.readouterr().err
 
 
 # ---- the dataset that it made ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spn.checkpoint import load_config, load_model, load_trainer, load_weights, save_checkpoint
+from spn.checkpoint import load_chain, load_config, load_model, load_trainer, load_weights, save_checkpoint
 from spn.model import SPN
 from spn.training import TrainState, train_step
 from tests.spn.whole_images import logits_of
@@ -164,3 +164,18 @@ def test_loading_needs_every_weight(trained, tmp_path):
     save_checkpoint(tmp_path, model=state.model, ema=ema, trainer=state.trainer_dict())
     with pytest.raises(RuntimeError, match="decoder.head.bias"):
         load_model(tmp_path)
+
+
+def test_a_chain_loads_in_its_order_of_generation(network, tmp_path):
+    """Whatever the folders' names, from configurations and averaged weights alone."""
+    order = ("first_slice", "size_upscale", "depth_upscale")
+    for name, stage in zip("abc", reversed(order), strict=True):
+        model = network(stage, 2)
+        (tmp_path / name).mkdir()
+        save_checkpoint(tmp_path / name, model=model, ema=model.state_dict(), trainer={})
+        for file in ("model.safetensors", "trainer.pt"):
+            (tmp_path / name / file).unlink()
+    chain = load_chain(str(tmp_path))
+    assert tuple(chain) == order and all(model.config.stage == stage for stage, model in chain.items())
+    with pytest.raises(FileNotFoundError, match="has no folder of a stage"):
+        load_chain(tmp_path / "a")
