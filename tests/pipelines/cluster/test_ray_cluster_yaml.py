@@ -21,10 +21,11 @@ import pytest
 import ray.autoscaler
 import yaml
 from moto import mock_aws
+from moto.ec2.models.instance_types import INSTANCE_TYPES
 
 # Private, but the launcher has no public way without a cloud account; .ci/constraints.txt holds the version.
+from ray.autoscaler._private.aws import node_provider
 from ray.autoscaler._private.aws.config import bootstrap_aws
-from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.autoscaler.tags import TAG_RAY_USER_NODE_TYPE
 
@@ -61,7 +62,7 @@ def test_what_the_launcher_starts_may_use_the_bucket(
     monkeypatch.setattr(time, "sleep", lambda sec: None)
     with mock_aws():
         config = bootstrap_aws(prepare_config(cluster))
-        provider = AWSNodeProvider(config["provider"], config["cluster_name"])
+        provider = node_provider.AWSNodeProvider(config["provider"], config["cluster_name"])
         for name, group in config["available_node_types"].items():
             provider.create_node(group["node_config"], {TAG_RAY_USER_NODE_TYPE: name}, count=1)
         iam, ec2 = boto3.client("iam"), boto3.resource("ec2", region_name=cluster["provider"]["region"])
@@ -80,6 +81,26 @@ def test_what_the_launcher_starts_may_use_the_bucket(
                 assert machine.iam_instance_profile["Arn"] == config["head_node"]["IamInstanceProfile"]["Arn"]
         policies = iam.list_attached_role_policies(RoleName="ray-autoscaler-v1")["AttachedPolicies"]
         assert "AmazonS3FullAccess" in {policy["PolicyName"] for policy in policies}
+
+
+def test_machines_have_what_the_comments_say(cluster: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """moto carries Amazon's table of instance types; Ray derives each group's CPUs and GPUs from it."""
+    named = r"(\w+\.\w+)(?: #| has) (?:(\d+) (\w+) of (\d+) GB)?(?:,? ?(\d+) vCPU, (\d+) GiB)?"
+    claims = re.findall(named, (ROOT / "ray_cluster.yaml").read_text())
+    assert {claim[0] for claim in claims} == {"m5.2xlarge", "m5.4xlarge", "g5.12xlarge", "p4d.24xlarge"}
+    for machine, num_gpus, card, gpu_gb, num_cpus, gib in claims:
+        has = INSTANCE_TYPES[machine]
+        if num_cpus:
+            assert has["VCpuInfo"]["DefaultVCpus"] == int(num_cpus)
+            assert has["MemoryInfo"]["SizeInMiB"] == 1024 * int(gib)
+        if num_gpus:
+            (gpu,) = has["GpuInfo"]["Gpus"]
+            assert (gpu["Count"], gpu["Name"]) == (int(num_gpus), card)
+            assert gpu["MemoryInfo"]["SizeInMiB"] / 1024 == pytest.approx(int(gpu_gb), rel=0.07)
+    monkeypatch.setattr(node_provider, "list_ec2_instances", lambda *where: list(INSTANCE_TYPES.values()))
+    filled = node_provider.AWSNodeProvider.fillout_available_node_types_resources(cluster)["available_node_types"]
+    counts = {name: (group["resources"]["CPU"], group["resources"].get("GPU", 0)) for name, group in filled.items()}
+    assert counts == {"head": (0, 0), "cpu_group": (16, 0), "gpu_group": (48, 4)}
 
 
 def test_images_hold_the_ray_that_the_constraints_pin(cluster: dict[str, Any]) -> None:
