@@ -1,15 +1,21 @@
-"""python -m spn PHOTO: from a photo to a picture, in a few steps.
+"""From a photo to a picture, in a few steps: python -m spn PHOTO, and the notebook.
 
 python -m pytest tests/spn/test_main.py
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from PIL import Image
 
 from spn.__main__ import main
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_a_photo_becomes_a_picture(tmp_path, capsys):
@@ -29,3 +35,19 @@ def test_a_photo_that_cannot_be_read_is_one_line(tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             main([str(tmp_path / name)])
         assert f"{name} is no picture" in capsys.readouterr().err
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
+    """Every cell, from its folder, with 20 steps and smaller images; its outputs are not stored."""
+    cells = json.loads((DOCS / "tutorial.ipynb").read_text())["cells"]
+    cells = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    monkeypatch.chdir(DOCS)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    names: dict[str, Any] = {}
+    for cell in cells:
+        exec("".join(cell["source"]).replace("num_steps=150", "num_steps=20").replace("3, 32, 4", "3, 16, 4"), names)
+    assert names["state"].step == 20 and capsys.readouterr().out.count("bits/dim") == 2
+    assert names["drawn"].shape == (4, 3, 16, 16)
+    kept = names["image_to_slices"](names["completed"], 4)[:, :8]
+    assert (kept == names["image_to_slices"](names["test"][:1], 4)[:, :8]).all()
