@@ -9,6 +9,7 @@ import pytest
 
 from pipelines import full_multidim, prepare_data
 from pipelines.config import stage_model_config, stage_names
+from pipelines.inspection import CARD
 from pipelines.loading import load
 from pipelines.pipeline import nodes
 
@@ -68,3 +69,12 @@ def test_commands_of_the_paper_page_load_to_a_plan() -> None:
     for command in set(rows):
         preset, *overrides = command.split()
         assert nodes(load(preset, overrides), listed=False)[-1].name == "report"
+
+
+def test_the_python_page_loads_a_chain_as_a_model_card_does() -> None:
+    """The card's lines are run by test_end_to_end.py."""
+    page = (ROOT / "docs/python.md").read_text()
+    fields = dict.fromkeys(("name", "dataset", "num_images", "rows"), "")
+    card = CARD.format(last="depth_upscale", bits=8, size=64, at_8_bits="images", **fields)
+    ours, theirs = (re.sub(r"  #.*", "", text.split("```python\n")[1].split("```")[0]) for text in (page, card))
+    assert ours == theirs.replace('"."', '"demo"')

@@ -1,4 +1,4 @@
-"""What people install: the wheel.  python -m pytest tests/spn/test_package.py"""
+"""What people install, and the files beside it.  python -m pytest tests/spn/test_package.py"""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -54,3 +55,29 @@ def test_every_import_is_a_declared_dependency(package: str, extra: str | None) 
     declared = PROJECT["dependencies"] + PROJECT["optional-dependencies"].get(extra, [])
     names = {re.split(r"[^\w.-]", each)[0] for each in declared}
     assert "numpy" in imported(package) and imported(package) <= names
+
+
+def test_the_declared_pythons_are_tested_and_chosen() -> None:
+    """By the workflow, which runs `.ci/run` with each, and by `make`."""
+    declared = [each.rpartition(" ")[2] for each in PROJECT["classifiers"] if ":: Python ::" in each]
+    assert declared == ["3.11", "3.12", "3.13"] and PROJECT["requires-python"] == f">={declared[0]}"
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
+    assert job["strategy"]["matrix"] == {"python": declared}
+    assert job["steps"][-1] == {"run": ".ci/run", "env": {"PYTHON": "python${{ matrix.python }}"}}
+    chosen = re.search(r"for python in (.*) python3;", (ROOT / "Makefile").read_text())
+    assert chosen and chosen[1].split() == [f"python{version}" for version in declared]
+
+
+def test_the_container_has_what_the_cluster_installs() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    copied = [path for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for path in line.split()]
+    assert {"spn", "data_prep", "pipelines"} <= set(copied) and all((ROOT / path).exists() for path in copied)
+    listing = re.search(r"print\(\*project.*chr\(10\)\)", (ROOT / "ray_cluster.yaml").read_text())
+    assert listing and listing[0] in text
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+    paper = citation["references"][0]["title"]
+    assert paper in " ".join((ROOT / "README.md").read_text().split())
