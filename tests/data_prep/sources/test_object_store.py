@@ -9,6 +9,7 @@ import dataclasses
 import io
 import logging
 import pathlib
+import re
 import tarfile
 from collections.abc import Callable, Iterator
 
@@ -126,3 +127,17 @@ def test_a_file_that_became_shorter_is_an_error(tmp_path: pathlib.Path, jpegs: l
         pytest.raises(UnusableSource, match="it has changed since it was listed"),
     ):
         reader.read(last)
+
+
+def test_the_endpoint_and_login_may_come_from_the_environment(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, s3: Callable[[str], str]
+) -> None:
+    """The variables that docs/cluster.md names; boto3, by which MLflow and Ray read S3, has the same ones."""
+    (tmp_path / "a.txt").write_bytes(b"here")
+    upload(tmp_path, s3("elsewhere/folder"))
+    endpoint = re.search(r"endpoint_override=([^&]+)", s3("x"))[1]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{endpoint}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    assert open_store("s3://elsewhere/folder").read_bytes("a.txt") == b"here"
