@@ -135,7 +135,8 @@ def _main(arguments: argparse.Namespace, only: tuple[str, ...]) -> int:
         only = (train_node(arguments.stage),)
     runs = (images.node,) if images is not None else only
     print_notes(config, arguments, reads=lambda config: what_runs(config, only=runs, images=images))
-    return start(config, **{"only": only, **chosen}, dry_run=arguments.dry_run, images=images)
+    chosen = {"only": only, "overrides": arguments.overrides, **chosen}
+    return start(config, **chosen, dry_run=arguments.dry_run, images=images)
 
 
 def _load(arguments: argparse.Namespace) -> ExperimentConfig:

@@ -166,9 +166,9 @@ def _join() -> None:
 
 
 def git_commit(root: Path = ROOT) -> str:
-    """Commit of the project's checkout, else $SPN_GIT_COMMIT (set it for jobs, which get a copy), else "unknown"."""
+    """Of the project's checkout, with -dirty if files were changed; else $SPN_GIT_COMMIT (for jobs), else "unknown"."""
     if (root / ".git").exists():
-        command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+        command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
         try:
             return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
         except (OSError, subprocess.SubprocessError):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import io
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
@@ -37,11 +38,12 @@ def start(
     only: Sequence[str] = (),
     dry_run: bool = False,
     images: UserImages | None = None,
+    overrides: Sequence[str] = (),
     **chosen: Sequence[str],
 ) -> int:
     """Runs the config's nodes (`only` these, if any; with `images` the one that reads them), returns the exit code.
 
-    chosen: rerun, keep and start_from of dag.plan.plan.
+    overrides: the command line's, which name the launch in MLflow. chosen: rerun, keep and start_from of dag.plan.plan.
     Raises UserError before anything is written: for unknown nodes, for a run folder of another config or in use, for a
     cluster that is too small. And at the end, if nodes failed by nothing but mistakes that only they could find, such
     as a truncated archive.
@@ -84,8 +86,10 @@ def start(
             print("\n".join(plan.lines()), flush=True)
             for shortfall in running.shortfalls(plan.decisions, session.resources):
                 print(f"note: {shortfall} now; it waits until there is more")
-            report, uri = _run(plan, config, session, store, lock)
-            return _sum_up(report, store, tracking_uri=uri, whole=not only)
+            ledger = _ledger(config, store, overrides)
+            print("\n".join(f"{what:<12} {where}" for what, where in ledger.parent.links().items()), flush=True)
+            report = _run(plan, session, lock, ledger)
+            return _sum_up(report, store, ledger.parent, whole=not only)
     finally:
         cluster.disconnect()
 
@@ -98,17 +102,24 @@ def _connect(config: ExperimentConfig) -> cluster.ClusterInfo:
     return cluster.connect(num_cpus=config.resources.num_cpus, num_gpus=config.resources.num_gpus)
 
 
-def _run(
-    plan: planning.Plan, config: ExperimentConfig, session: cluster.ClusterInfo, store: Store, lock: Lock
-) -> tuple[running.RunReport, str]:
-    """The report and the tracking URI."""
+def _ledger(config: ExperimentConfig, store: Store, overrides: Sequence[str]) -> tracking.Ledger:
+    """With the run of this launch, which is named by the config and by what was changed of it."""
     uri, artifacts = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
     ledger = tracking.Ledger(uri, experiment=config.name, run_folder=store.uri, artifacts=artifacts)
+    changed = [word for word in overrides if not word.startswith(("storage=", "tracking.", "resources."))]
     ledger.start_pipeline(
-        tags={"config": config.name, "git_commit": cluster.git_commit()},
-        params=dataclasses.asdict(config),
+        tags={
+            "config": config.name,
+            "git_commit": cluster.git_commit(),
+            tracking.NAME: " ".join([config.name, *changed])[:250],  # longer names are refused by some databases
+        },
+        params=dict(word.split("=", 1) for word in changed),  # the nodes' runs have their sections of the config
         files={"config.yaml": to_yaml(config)},
     )
+    return ledger
+
+
+def _run(plan: planning.Plan, session: cluster.ClusterInfo, lock: Lock, ledger: tracking.Ledger) -> running.RunReport:
     display = Display()
     status = "FAILED"
     try:
@@ -123,10 +134,10 @@ def _run(
     finally:
         display.close()
         ledger.close(status)
-    return report, uri
+    return report
 
 
-def _sum_up(report: running.RunReport, store: Store, *, tracking_uri: str, whole: bool) -> int:
+def _sum_up(report: running.RunReport, store: Store, handle: tracking.RunHandle, *, whole: bool) -> int:
     """Prints how each node ended and where to look; the exit code."""
     print(flush=True)
     failed = {name: node for name, node in report.nodes.items() if node.state == "failed"}
@@ -146,22 +157,29 @@ def _sum_up(report: running.RunReport, store: Store, *, tracking_uri: str, whole
         for name, node in report.nodes.items():
             if node.state != "not selected":
                 print(f"{name} {node.state}: {node.uri}")
-    print_summary(report, store, mlflow=tracking.ui_command(tracking_uri))
+    with handle.open() as run:
+        print_summary(report, store, run)
     return DONE
 
 
-def print_summary(report: running.RunReport, store: Store, *, mlflow: str) -> None:
+def print_summary(report: running.RunReport, store: Store, run: tracking.NodeRun) -> None:
     """Prints bits/dim per stage and in all, the dataset's counts, and where to look; of each what this start has.
 
-    Of user images only the latter: the dataset is not theirs.
+    Of user images only the latter: the dataset is not theirs. The launch's run gets the bits/dim and the sample grid.
     """
     console, uris = Console(), {name: node.uri for name, node in report.nodes.items() if node.uri is not None}
     if "evaluate" in uris:
-        console.print(bits_table(json.loads(open_store(uris["evaluate"]).read_bytes("results.json"))))
+        results = json.loads(open_store(uris["evaluate"]).read_bytes("results.json"))
+        console.print(bits_table(results))
+        parts = {**results["stages"], "total": results["total"]}
+        run.log_metrics({f"test/bits_per_dim/{name}": part["bits_per_dim"] for name, part in parts.items()})
+    if "sample" in uris:
+        chain = open_store(uris["sample"]).read_bytes("samples/chain.png")
+        run.log_image(Image.open(io.BytesIO(chain)), key="samples/chain")
     lines = []
     if "prepare_data" in uris and uris.keys().isdisjoint((SAMPLE_IMAGES, SCORE_IMAGES)):
         lines = counts(open_dataset(join(uris["prepare_data"], "dataset")).manifest)
-    lines += [f"{what:<12} {where}" for what, where in {**publish(uris, store), "MLflow": mlflow}.items()]
+    lines += [f"{what:<12} {where}" for what, where in {**publish(uris, store), **run.handle.links()}.items()]
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)  # it may hold names of files
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 
@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 _QUEUE_LOG = logging.getLogger("mlflow.utils.async_logging.async_logging_queue")
 
 UI = "http://127.0.0.1:5000"  # where `make ui` and `ui_command` show a SQLite file
-PARENT_TAG = "mlflow.parentRunId"
-_PARENT = "pipeline"  # name of the parent run
+PARENT_TAG, NAME, NOTE = "mlflow.parentRunId", "mlflow.runName", "mlflow.note.content"
+_PARENT = "pipeline"  # tag `node` of the parent run
 # A server's login, as MLflow itself reads it.
 _USER, _PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
 LOGIN = (_USER, _PASSWORD, "MLFLOW_TRACKING_TOKEN")
@@ -63,21 +63,7 @@ CLOSE_SEC = 20.0  # longest wait for the metrics in MLflow's queue when a run is
 KILLED_SEC = 1.0  # longest wait of a launch that was stopped: Ray kills a stopped job 3 s after SIGTERM
 _PARAM_CHARS, _TAG_CHARS, _METRIC_BATCH = 500, 5000, 1000  # MLflow's limits
 
-# Columns of MLflow's database that may hold places on this machine, and the places of our experiments' artifacts.
-_ARTIFACTS = "mlartifacts"  # beside the database
-_ADDRESSES = (
-    ("experiments", "artifact_location"),
-    ("runs", "artifact_uri"),
-    ("tags", "value"),
-    ("datasets", "dataset_source"),
-    ("model_versions", "source"),
-    ("model_versions", "storage_location"),
-    ("model_version_tags", "value"),
-)
-_OUR_ARTIFACTS = (
-    "SELECT DISTINCT artifact_location FROM experiments JOIN runs USING (experiment_id) JOIN tags USING (run_uuid) "
-    f"WHERE key = 'run_folder' AND artifact_location LIKE 'file:///%/{_ARTIFACTS}'"
-)
+_ARTIFACTS = "mlartifacts"  # folder of artifacts beside a SQLite file: MLflow's default is the working directory
 
 # Names in the model registry: aliases, tags of a version.
 CANDIDATE, CHAMPION = "candidate", "champion"
@@ -94,20 +80,17 @@ def default_uri(store: Store, *, name: str, configured: str | None = None) -> tu
     disk, so for a run folder on an object store it lies in ~/spn_runs/<name>. A server's URI is returned without its
     login, which moves to the environment variables that MLflow has for it.
     """
-    given = configured or os.environ.get("MLFLOW_TRACKING_URI")
-    if given and _sqlite_file(given) is None:
-        return _take_login(given), None
+    given = configured or os.environ.get("MLFLOW_TRACKING_URI") or ""
     file = _sqlite_file(given) if given else (store.local() or Path.home() / "spn_runs" / name) / "mlflow.db"
-    assert file is not None
+    if file is None:
+        return _take_login(given), None
     file = file.absolute()  # workers have another working directory
     place = str(file).replace("%", "%25").replace("?", "%3F")  # it is decoded; options follow a "?"
-    return f"sqlite:///{place}", str(file.parent / _ARTIFACTS)  # MLflow's default is the working directory
+    return f"sqlite:///{place}", str(file.parent / _ARTIFACTS)
 
 
 def ui_command(uri: str) -> str:
-    """The command that opens the MLflow UI on this machine; for a server, its address."""
-    if _is_server(uri):
-        return _page(uri, "experiments")
+    """The command that opens the MLflow UI on this machine."""
     python, store = shlex.quote(sys.executable), shlex.quote(uri)
     return f"{python} -m mlflow ui --backend-store-uri {store} --host 127.0.0.1 --port 5000"
 
@@ -157,23 +140,21 @@ def make_client(uri: str) -> MlflowClient:
 def _follow_move(file: Path) -> None:
     """A database that was moved or copied with its folder holds addresses in the old one: now they are in this one."""
     new = file.parent
+    ours = (
+        "SELECT DISTINCT artifact_location FROM experiments JOIN runs USING (experiment_id) JOIN tags USING (run_uuid) "
+        f"WHERE key = 'run_folder' AND artifact_location LIKE 'file:///%/{_ARTIFACTS}'"
+    )
+    columns = "SELECT t.name, c.name FROM sqlite_master t, pragma_table_info(t.name) c WHERE t.type = 'table'"
     with contextlib.closing(sqlite3.connect(file, timeout=LOCKED_SEC)) as database, database:
-        for (place,) in database.execute(_OUR_ARTIFACTS).fetchall():
+        for (place,) in database.execute(ours).fetchall():
             old = Path(unquote(urlsplit(place).path)).parent
             if old == new or (old.exists() and old.samefile(new)):
                 continue
-            for start, before, after in (
-                ("", old.as_uri(), new.as_uri()),
-                ("", str(old), str(new)),
-                ('{"uri": "', str(old), str(new)),  # a dataset's source
-            ):
-                values = {"before": start + before, "after": start + after}
-                for table, column in _ADDRESSES:
-                    database.execute(
-                        f"UPDATE {table} SET {column} = :after || substr({column}, length(:before) + 1) "
-                        f"WHERE substr({column} || '/', 1, length(:before) + 1) = :before || '/'",
-                        values,
-                    )
+            for before, after in ((old.as_uri(), new.as_uri()), (str(old), str(new))):
+                for table, column in database.execute(columns).fetchall():
+                    change = f'"{column}" = ?2 || substr("{column}", length(?1) + 1)'
+                    where = f"substr(\"{column}\" || '/', 1, length(?1) + 1) = ?1 || '/'"
+                    database.execute(f'UPDATE "{table}" SET {change} WHERE {where}', (before, after))
 
 
 @contextlib.contextmanager
@@ -286,10 +267,14 @@ class RunHandle:
         """Address of a run of this experiment in the UI."""
         return _page(self.uri, f"experiments/{self.experiment_id}/runs/{run_id}")
 
-    def compare_link(self, run_ids: Iterable[str]) -> str:
-        """Address of the UI's compare page over runs of this experiment."""
-        runs, experiments = json.dumps([*run_ids], separators=(",", ":")), json.dumps([self.experiment_id])
-        return _page(self.uri, f"compare-runs?runs={quote(runs)}&experiments={quote(experiments)}")
+    def curves_link(self) -> str:
+        """Address of the charts that compare the stages' bits/dim, over all launches of this experiment."""
+        return _page(self.uri, f"experiments/{self.experiment_id}/runs?viewStateShareKey=stages&compareRunsMode=CHART")
+
+    def links(self) -> dict[str, str]:
+        """{what: where it is in the UI}; for a SQLite file first the command that starts the UI."""
+        links = {} if _is_server(self.uri) else {"MLflow": ui_command(self.uri)}
+        return links | {"this launch": self.link(self.run_id), "curves": self.curves_link()} if self.run_id else links
 
 
 class NodeRun:
@@ -426,6 +411,10 @@ class Ledger:
     def parent_id(self) -> str | None:
         return self._ids[_PARENT]
 
+    @property
+    def parent(self) -> RunHandle:
+        return RunHandle(self.uri, self.parent_id, self.experiment_id)
+
     def start_pipeline(self, *, tags: Mapping[str, str], params: Mapping[str, Any], files: Mapping[str, str]) -> None:
         """Closes the runs that a killed driver left open, then opens the parent run. files: {name: text} artifacts."""
         self.reconcile()
@@ -451,9 +440,14 @@ class Ledger:
 
     def reuse_node(self, node: str, *, tags: Mapping[str, str], reused_run: str | None) -> None:
         """Child run of a skipped node: no numbers, only a pointer to the run that made its output."""
-        note = f"Up to date; made by run {reused_run}" if reused_run else "Up to date"
-        more = {"reused_run": reused_run or "unknown", "mlflow.note.content": note}
-        self.start_node(node, tags={**tags, **more}, params={})
+        self.start_node(node, tags={**tags, "reused_run": reused_run or "unknown"}, params={})
+
+        def note(client: MlflowClient) -> None:
+            page = f"#/experiments/{self.experiment_id}/runs/{reused_run}{{}}?workflowType=machine_learning"
+            links = f"[the run that made it]({page.format('')}), [its charts]({page.format('/model-metrics')})"
+            client.set_tag(self._ids[node], NOTE, f"Up to date: {links}" if reused_run else "Up to date")
+
+        self._send(note)
         self.finish(node, "FINISHED")
 
     def finish(
@@ -512,8 +506,13 @@ class Ledger:
         start_ms = _now_ms()
 
         def open_run(client: MlflowClient) -> None:
+            from mlflow.tracking.context import git_context, registry
+
+            context = registry.resolve_tags(ignore=[git_context.GitRunContext])  # user, source
+            commit = {"mlflow.source.git.commit": tags.get("git_commit", "unknown")}
             parent = {PARENT_TAG: self.parent_id} if self.parent_id and name != _PARENT else {}
-            labels = _tags({"node": name, "run_folder": self.run_folder, **parent, **tags})
+            own = {"node": name, "run_folder": self.run_folder, NAME: name}
+            labels = _tags({**context, **commit, **parent, **own, **tags})
             run_id = self._ids[name]
             if run_id is not None:
                 try:
@@ -523,7 +522,7 @@ class Ledger:
                     if is_unreachable(error):
                         raise
             values = {tag.key: tag.value for tag in labels}
-            made = client.create_run(self.experiment_id, start_time=start_ms, run_name=name, tags=values)
+            made = client.create_run(self.experiment_id, start_time=start_ms, tags=values)
             self._ids[name] = made.info.run_id
 
         self._send(open_run)
@@ -549,7 +548,35 @@ class Ledger:
             elif found.lifecycle_stage == "deleted":
                 client.restore_experiment(found.experiment_id)
             self.experiment_id = found.experiment_id
+            for key, value in _views(found.experiment_id).items():
+                if key not in found.tags:
+                    client.set_experiment_tag(found.experiment_id, key, value)
         self._calls[0](client)
+
+
+def _views(experiment_id: str) -> dict[str, str]:
+    """Tags of an experiment: a saved view, which the UI's menu "Views" offers, and a description that links it.
+
+    Sorted by `start_time` in backticks, the UI does not fold a run's children away.
+    """
+    kinds = {"valid/bits_per_dim": "LINE", "train/bits_per_dim": "LINE", "test/bits_per_dim": "BAR"}
+    state = {
+        "searchFilter": "tags.node LIKE 'train_%' and tags.reused_run IS NULL",
+        "orderByKey": "attributes.`start_time`",
+        "compareRunSections": [{"uuid": "bits", "name": "bits/dim", "display": True}],
+        "compareRunCharts": [
+            {"uuid": k, "metricKey": k, "type": v, "metricSectionId": "bits"} for k, v in kinds.items()
+        ],
+    }
+    page = f"#/experiments/{experiment_id}/runs?workflowType=machine_learning&compareRunsMode=CHART"
+    totals = f"{page}&searchFilter=tags.node%3D'{_PARENT}'"
+    return {
+        "mlflow.experimentKind": "custom_model_development",
+        NOTE: f"[Curves of the stages]({page}&viewStateShareKey=stages), [totals, samples of the launches]({totals})",
+        "mlflow.sharedViewState.stages": json.dumps(
+            {"name": "bits/dim of the stages", "createdAt": 0, "updatedAt": 0, "state": json.dumps(state)}
+        ),
+    }
 
 
 def _done_within(seconds: float | None, work: Callable[[], None]) -> bool:
@@ -643,12 +670,13 @@ def register(client: MlflowClient, run_id: str, model: StageModel) -> str:
         DIMS: model.dims,
         SCORES: plain_uri(model.scores),
     }
+    source = _source(client, run, model)
     if version is None:
-        source = _source(client, run, model)
         version = client.create_model_version(name, source, run_id, tags=tags, await_creation_for=0).version
-    else:
-        for key, value in tags.items():
-            client.set_model_version_tag(name, version, key, value)
+    for key, value in tags.items():
+        client.set_model_version_tag(name, version, key, value)
+    place = tags[CHECKPOINT] if source.startswith("runs:/") else f"models:/{name}/{version}"
+    client.update_model_version(name, version, _card(run, model, place))
     client.set_registered_model_alias(name, CANDIDATE, version)
     holder = client.get_registered_model(name).aliases.get(CHAMPION)
     tags_of_holder = next((v.tags for v in known if str(v.version) == str(holder)), {ATTEMPT: model.attempt})
@@ -711,13 +739,40 @@ def paired_difference(first: pa.Table, second: pa.Table, part: str) -> tuple[flo
     return float(change.mean()), spread / math.sqrt(len(change))
 
 
+def _card(run: Any, model: StageModel, place: str) -> str:
+    """Description of a version, in Markdown. place: what downloads its files."""
+    data = ", ".join(f"{each.dataset.name} ({each.dataset.digest})" for each in run.inputs.dataset_inputs)
+    error = ""
+    with contextlib.suppress(OSError, ValueError, KeyError):  # scores that are gone since
+        bits = read_scores(model.scores).column(model.stage).to_numpy()
+        error = f" ± {bits.std(ddof=1) / math.sqrt(len(bits)):.4f} (standard error over {len(bits)} test images)"
+    return f"""\
+Stage {model.stage} of a Subscale Pixel Network ({model.dims}): {model.bits_per_dim:.4f}{error} bits/dim, exact.
+Trained and validated on {data}.
+
+    import pathlib, mlflow, spn.checkpoint, spn.evaluation
+    network = spn.checkpoint.load_model(pathlib.Path(mlflow.artifacts.download_artifacts("{place}")))
+    slices = spn.evaluation.scored_slices(network, first_given=False)
+    nats = spn.evaluation.stage_nats(network, px.long(), slices=slices)  # as in the schema
+"""
+
+
 def _source(client: MlflowClient, run: Any, model: StageModel) -> str:
     """The checkpoint's folder; a server takes a local path only among a run's artifacts, so there a note lies.
 
-    Such a note is the checkpoint's address in a file: weights of gigabytes stay where they are.
+    Such a note is the checkpoint's address in a file: weights of gigabytes stay where they are. MLflow looks for the
+    signature in a file MLmodel.
     """
-    uri = plain_uri(model.checkpoint)
-    if "://" in uri or not client.tracking_uri.startswith(("http://", "https://")):
-        return uri
-    client.log_text(run.info.run_id, json.dumps({CHECKPOINT: uri}, indent=1), "checkpoint/location.json")
-    return f"runs:/{run.info.run_id}/checkpoint"
+    uri, size = plain_uri(model.checkpoint), int(run.data.params.get("model.image_size", 0))
+    px = {"type": "tensor", "name": "px", "tensor-spec": {"dtype": "uint8", "shape": [-1, 3, size, size]}}
+    nats = {"type": "tensor", "name": "nats", "tensor-spec": {"dtype": "float64", "shape": [-1, -1, 3]}}
+    signature = {"inputs": json.dumps([px]), "outputs": json.dumps([nats])}  # nats of each slice and channel
+    model_file = json.dumps({"flavors": {}, "signature": signature}, indent=1)
+    if "://" not in uri and _is_server(client.tracking_uri):
+        for name, text in (("location.json", json.dumps({CHECKPOINT: uri}, indent=1)), ("MLmodel", model_file)):
+            client.log_text(run.info.run_id, text, f"checkpoint/{name}")
+        return f"runs:/{run.info.run_id}/checkpoint"
+    if size:
+        with contextlib.suppress(OSError):  # nobody may write there any more
+            open_store(model.checkpoint).write_text("MLmodel", model_file)
+    return uri

@@ -192,7 +192,7 @@ def _rerun_section(context: NodeContext[ReportNodeConfig], stages: Sequence[str]
         f"{command} {rerun}   # that node, then what reads its new output\n"
         f"{command} {'--dry-run':{len(rerun)}}   # what would run, and why</pre>"
         "<p class=muted>With the key=value settings of this launch, if it had any.</p>"
-        f"<table><tr><th>node<th>attempt<th>MLflow run</tr>{rows}</table>{_compare_note(context, stages)}"
+        f"<table><tr><th>node<th>attempt<th>MLflow run</tr>{rows}</table>{_curves_note(context)}"
     )
 
 
@@ -204,12 +204,10 @@ def _run_link(context: NodeContext[ReportNodeConfig], run_id: str | None) -> str
     return f'<a href="{escape(context.run.link(run_id))}">{escape(run_id)}</a>'
 
 
-def _compare_note(context: NodeContext[ReportNodeConfig], stages: Sequence[str]) -> str:
-    found = [context.inputs[f"train_{stage}"].mlflow_run_id for stage in stages]
-    runs = [run_id for run_id in found if run_id is not None]
-    if not context.run.run_id or len(runs) < len(found):
+def _curves_note(context: NodeContext[ReportNodeConfig]) -> str:
+    if not context.run.run_id:
         return ""
-    note = f'<p><a href="{escape(context.run.compare_link(runs))}">The stages side by side in MLflow</a>'
+    note = f'<p><a href="{escape(context.run.curves_link())}">The curves of the stages in MLflow</a>'
     if context.run.uri.startswith("sqlite:"):
         note += f" <span class=muted>(while <code>make ui RUN=FOLDER/{escape(context.config.name)}</code> runs)</span>"
     return note + "</p>"

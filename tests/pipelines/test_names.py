@@ -21,6 +21,7 @@ from pipelines import inspection, start
 from pipelines.cli import run_guarded
 from pipelines.dag.task import one_line
 from pipelines.nodes import images, report
+from pipelines.tracking import RunHandle
 
 NAME = '=1+1,"\x1b[2J\n<b>[/red]\u202e.png'
 ESCAPED = '=1+1,"\\x1b[2J\\n<b>[/red]\\u202e.png'
@@ -41,7 +42,7 @@ def summary(folder: Path) -> None:
     (folder / "dataset").mkdir()
     write(folder / "dataset", manifest())
     node = types.SimpleNamespace(uri=str(folder))
-    start.print_summary(types.SimpleNamespace(nodes={"prepare_data": node}), open_store(folder), mlflow="")
+    start.print_summary(types.SimpleNamespace(nodes={"prepare_data": node}), open_store(folder), RunHandle().open())
 
 
 def verify(folder: Path) -> None:

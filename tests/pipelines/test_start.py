@@ -48,6 +48,7 @@ def test_exit_codes_of_a_start(
     broken.unlink()
     code, out, _ = command(full_multidim.main)
     assert code == 0
+    assert out.count("curves       http://127.0.0.1:5000/#/experiments/1/runs?") == 2, "at the start and at the end"
     assert "first   skip  up to date" in out and f"mlflow ui --backend-store-uri sqlite:///{folder}/mlflow.db" in out
 
     code, out, _ = command(full_multidim.main, "--only", "third", "--rerun", "third")

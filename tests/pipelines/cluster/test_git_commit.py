@@ -20,5 +20,10 @@ def test_git_commit_of_a_checkout_or_of_the_environment(tmp_path: Path, monkeypa
     assert git_commit(tmp_path) == "abc"
     author = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
     subprocess.run(["git", "-C", tmp_path, "init", "-q"], check=True)
-    subprocess.run(["git", "-C", tmp_path, *author, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
-    assert len(git_commit(tmp_path)) == 40
+    (tmp_path / "file").touch()
+    subprocess.run(["git", "-C", tmp_path, "add", "file"], check=True)
+    subprocess.run(["git", "-C", tmp_path, *author, "commit", "-q", "-m", "x"], check=True)
+    commit = git_commit(tmp_path)
+    assert len(commit) == 40
+    (tmp_path / "file").write_text("changed")
+    assert git_commit(tmp_path) == f"{commit}-dirty"

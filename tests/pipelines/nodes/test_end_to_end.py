@@ -179,6 +179,9 @@ def test_mlflow_has_comparable_stages(first: subprocess.CompletedProcess[str], s
     total = runs["evaluate"].data.metrics["test/bits_per_dim/total"]
     parts = [runs["evaluate"].data.metrics[f"test/bits_per_dim/{n.removeprefix('train_')}"] for n in TRAINS]
     assert sum(parts) == pytest.approx(total)
+    (launch,) = [run for run in runs.values() if run.data.tags["node"] == "pipeline"]
+    assert launch.data.metrics["test/bits_per_dim/total"] == pytest.approx(total)
+    assert any(each.path.startswith("images/samples") for each in client.list_artifacts(launch.info.run_id, "images"))
 
 
 def test_equal_shards_from_a_forced_rerun_leave_the_trainings_standing(

@@ -57,14 +57,11 @@ def seen(folder: Path) -> tuple[set[str], str]:
 
 @pytest.fixture
 def recorded(tmp_path: Path, mlflow_place: Path) -> Path:
-    """Its name has what URIs and SQL must escape. The schema, which takes seconds to make, comes from another one."""
+    """Its name has what URIs and SQL must escape. The database is a copy of the one that tests share."""
     folder = tmp_path / "old é 50%" / "debug"
     folder.mkdir(parents=True)
-    if (schema := mlflow_place / "empty.db").exists():
-        shutil.copy(schema, folder / "mlflow.db")
-    else:
-        tracking.make_client(f"sqlite:///{schema}")
-        shutil.copy(schema, folder / "mlflow.db")
+    tracking.make_client(f"sqlite:///{mlflow_place}/mlflow.db")
+    shutil.copy(mlflow_place / "mlflow.db", folder)
     record(folder, attempt="1")
     return folder
 

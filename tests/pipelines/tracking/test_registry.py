@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from mlflow.models import get_model_info
 
 from data_prep.files import open_store
 from pipelines import tracking
@@ -37,11 +38,11 @@ def tags(model: StageModel) -> dict[str, str]:
     }
 
 
-def scored(folder: Path, attempt: str, scores: list[float]) -> str:
+def scored(folder: Path, attempt: str, scores: list[float], *, stage: str = "size_upscale") -> str:
     """The file of an `evaluate`."""
     file = folder / attempt / "per_image.parquet"
     file.parent.mkdir()
-    pq.write_table(pa.table({"key": list("cab")[: len(scores)], "size_upscale": scores}), file)
+    pq.write_table(pa.table({"key": list("cab")[: len(scores)], stage: scores}), file)
     return str(file)
 
 
@@ -129,16 +130,22 @@ def test_a_champion_is_fetched_as_the_page_says(
     checkpoint = tmp_path / "step-00000010"
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text("{}")
-    handle = ledger.start_node("train_fetched", tags={}, params={})
+    handle = ledger.start_node("train_fetched", tags={}, params={"model": {"image_size": 64}})
     with handle.open() as run:
-        run.register_model(dataclasses.replace(FIRST, stage="fetched", checkpoint=str(checkpoint)))
+        scores = scored(tmp_path, "e", [0.25, 0.5, 0.75], stage="fetched")
+        run.register_model(dataclasses.replace(FIRST, stage="fetched", checkpoint=str(checkpoint), scores=scores))
+    card = tracking.make_client(ledger.uri).get_model_version("demo.fetched", "1").description
+    assert "64px S=2 bits 0+3" in card and "0.5000 ± 0.1443 (standard error over 3 test images)" in card
+    assert 'download_artifacts("models:/demo.fetched/1")' in card
+    info = get_model_info(str(checkpoint))  # what MLflow itself reads there
+    assert info.signature.inputs.inputs[0].shape == (-1, 3, 64, 64)
     page = (Path(__file__).parents[3] / "docs/comparing_stages.md").read_text()
     (code,) = re.findall(r'MLFLOW_TRACKING_URI=sqlite:///runs/demo/mlflow.db python -c "(.*)"', page)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", ledger.uri)
     monkeypatch.chdir(tmp_path)
     exec(code.replace("demo.depth_upscale", "demo.fetched"))
     assert Path(capsys.readouterr().out.splitlines()[-1]).samefile(checkpoint)
-    assert [path.name for path in tmp_path.iterdir()] == [checkpoint.name], "no database was made here"
+    assert {path.name for path in tmp_path.iterdir()} == {checkpoint.name, "e"}, "no database was made here"
 
 
 class BrokenOff:

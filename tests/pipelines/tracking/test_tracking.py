@@ -6,6 +6,7 @@ python -m pytest tests/pipelines/tracking/test_tracking.py
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
 import logging
 import os
@@ -31,6 +32,8 @@ from data_prep.files import Store, open_store
 from pipelines import tracking
 from pipelines.tracking import LOGIN, PARENT_TAG, Ledger, RunHandle, default_uri, ui_command
 
+SPLITS = ("valid", "train", "test")
+
 
 @pytest.fixture(scope="module")
 def place(mlflow_place: Path) -> Path:
@@ -49,7 +52,8 @@ def fresh_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def make_ledger(place: Path, *, run_folder: str = "/runs/demo", experiment: str = "demo") -> Ledger:
     uri, artifacts = default_uri(open_store(place), name="demo")
     ledger = Ledger(uri, experiment=experiment, run_folder=run_folder, artifacts=artifacts)
-    ledger.start_pipeline(tags={"git_commit": "abc"}, params={"seed": 1}, files={"config.yaml": "name: demo\n"})
+    tags = {"git_commit": "abc-dirty", tracking.NAME: "demo seed=1"}
+    ledger.start_pipeline(tags=tags, params={"seed": 1}, files={"config.yaml": "name: demo\n"})
     return ledger
 
 
@@ -79,6 +83,11 @@ def test_the_database_lies_on_a_local_disk(tmp_path: Path, monkeypatch: pytest.M
     assert default_uri(odd, name="demo") == (f"sqlite:///{tmp_path}/50%2525 a%3Fb#c/mlflow.db", place)
     assert "'sqlite:////a b/mlflow.db'" in ui_command("sqlite:////a b/mlflow.db"), "quoted for a shell"
     assert default_uri(remote, name="demo", configured="http://h:5000") == ("http://h:5000", None)
+    monkeypatch.chdir(tmp_path)
+    assert default_uri(remote, name="demo", configured="sqlite:///shared.db") == (
+        f"sqlite:///{tmp_path}/shared.db",
+        f"{tmp_path}/mlartifacts",
+    )
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://env:5000")
     assert default_uri(remote, name="demo") == ("http://env:5000", None)
 
@@ -91,9 +100,12 @@ def test_commands_and_links() -> None:
     assert handle.link("r2") == "http://h:5000/#/experiments/7/runs/r2?workflowType=machine_learning"
     local = RunHandle("sqlite:////runs/mlflow.db", "r1", "7")
     assert local.link("r2").startswith("http://127.0.0.1:5000/#/experiments/7/")
-    assert "/#/compare-runs?runs=%5B%22a%22%2C%22b%22%5D&experiments=%5B%227%22%5D&workflowType=machine" in (
-        local.compare_link(["a", "b"])
-    )
+    assert list(local.links()) == ["MLflow", "this launch", "curves"]
+    server = handle.links()
+    assert server["this launch"] == handle.link("r1") and list(server) == ["this launch", "curves"]
+    view = "viewStateShareKey=stages&compareRunsMode=CHART&workflowType=machine_learning"
+    assert server["curves"] == f"http://h:5000/#/experiments/7/runs?{view}"
+    assert list(RunHandle("http://h:5000").links()) == [], "the server did not answer: there is no run"
 
 
 def test_a_node_run_holds_what_was_logged(place: Path) -> None:
@@ -122,6 +134,11 @@ def test_a_node_run_holds_what_was_logged(place: Path) -> None:
     assert {"images", "notes"} <= {f.path for f in client(ledger).list_artifacts(handle.run_id)}
     parent = client(ledger).get_run(ledger.parent_id)
     assert parent.info.status == "FINISHED" and parent.data.params == {"seed": "1"}
+    assert parent.info.run_name == "demo seed=1" and parent.data.tags["node"] == "pipeline"
+    for run in (parent, found):
+        assert run.info.user_id == run.data.tags["mlflow.user"] == getpass.getuser()
+        assert run.data.tags["mlflow.source.name"] == sys.argv[0]
+    assert parent.data.tags["mlflow.source.git.commit"] == "abc-dirty"
     assert [f.path for f in client(ledger).list_artifacts(ledger.parent_id)] == ["config.yaml"]
     assert (place / "mlartifacts").is_dir()
 
@@ -214,7 +231,7 @@ def test_a_servers_login_leaves_its_address_and_travels_unseen(tmp_path: Path, m
         monkeypatch.delenv(name)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://anna:p%40ss-word@h:5000/mlflow")
     uri, _ = default_uri(open_store(tmp_path), name="demo")
-    assert uri == "https://h:5000/mlflow" and ui_command(uri).startswith("https://h:5000/mlflow/#/experiments?")
+    assert uri == "https://h:5000/mlflow"
     monkeypatch.setattr(tracking, "make_client", lambda uri: Refusing())
     handle = pickle.loads(pickle.dumps(Ledger(uri).start_node("a", tags={}, params={}, continue_id="r1")))
     assert "p@ss-word" not in repr(handle) and handle.at("r2").login == handle.login
@@ -230,6 +247,30 @@ def test_a_skipped_node_points_to_the_run_it_reuses(place: Path) -> None:
     found = client(ledger).get_run(ledger._ids["train_a"])
     assert found.info.status == "FINISHED" and found.data.tags["reused_run"] == "run7"
     assert found.data.metrics == {}
+    page = f"#/experiments/{ledger.experiment_id}/runs/run7"
+    assert f"({page}?workflow" in found.data.tags[tracking.NOTE] and f"({page}/model-" in found.data.tags[tracking.NOTE]
+
+
+def test_the_experiment_has_a_view_of_the_stages_that_people_may_change(place: Path) -> None:
+    ledger = make_ledger(place)
+    for node in ("train_a", "train_b", "evaluate"):
+        ledger.start_node(node, tags={}, params={})
+    ledger.reuse_node("train_c", tags={}, reused_run="run7")
+    experiment = client(ledger).get_experiment(ledger.experiment_id)
+    view = json.loads(json.loads(experiment.tags["mlflow.sharedViewState.stages"])["state"])
+    charts = [(chart["type"], chart["metricKey"]) for chart in view["compareRunCharts"]]
+    assert charts == [
+        (kind, f"{split}/bits_per_dim") for kind, split in zip(("LINE", "LINE", "BAR"), SPLITS, strict=True)
+    ]
+    shown = client(ledger).search_runs(
+        [ledger.experiment_id],
+        f"{view['searchFilter']} and tags.run_folder = '{ledger.run_folder}'",
+        order_by=[view["orderByKey"] + " DESC"],
+        max_results=2,
+    )
+    assert [run.info.run_name for run in shown] == ["train_b", "train_a"]
+    client(ledger).set_experiment_tag(ledger.experiment_id, "mlflow.note.content", "mine")
+    assert client(ledger).get_experiment(make_ledger(place).experiment_id).tags["mlflow.note.content"] == "mine"
 
 
 def test_runs_of_a_killed_driver_are_closed_and_the_unfinished_one_continues(place: Path) -> None:
@@ -363,13 +404,14 @@ def test_a_server_that_is_away_at_the_start_has_everything_in_the_end(
     ledger.close("FAILED")
     runs = client(ledger).search_runs([ledger.experiment_id], "tags.run_folder = '/runs/late'")
     found = {run.info.run_name: run for run in runs if run.info.run_id != left_open.parent_id}
-    status = {"pipeline": "FAILED", "a": "FINISHED", "b": "FAILED", "c": "FINISHED"}
+    status = {"demo seed=1": "FAILED", "a": "FINISHED", "b": "FAILED", "c": "FINISHED"}
     assert len(runs) == 5 and {node: run.info.status for node, run in found.items()} == status
     assert all(found[node].data.tags[PARENT_TAG] == ledger.parent_id for node in "abc")
     assert found["a"].data.params == {"x": "1"} and found["a"].data.metrics == {"valid": 3.0, "loss": 0.5, "lr": 0.1}
     assert history(ledger, found["a"].info.run_id, "loss") == [(1, 1.0), (2, 0.5)]
     assert before <= found["a"].info.start_time <= found["a"].info.end_time <= after
-    assert found["c"].data.tags["reused_run"] == "run7" and found["pipeline"].data.params == {"seed": "1"}
+    assert found["c"].data.tags["reused_run"] == "run7" and found["demo seed=1"].data.params == {"seed": "1"}
+    assert f"experiments/{ledger.experiment_id}/runs/run7" in found["c"].data.tags[tracking.NOTE]
     assert [f.path for f in client(ledger).list_artifacts(ledger.parent_id)] == ["config.yaml"]
     # What an earlier driver left open is closed before runs of this launch are opened, and only that.
     assert client(ledger).get_run(left_open.parent_id).info.status == "KILLED"
@@ -418,6 +460,7 @@ def test_of_two_first_starts_one_makes_the_tables_of_a_database(
             inside.pop()
 
     monkeypatch.setattr("mlflow.tracking.MlflowClient", Client)
+    monkeypatch.setattr(tracking, "_follow_move", lambda file: None)
     (tmp_path / "mlflow.db").touch()
     starts = [
         threading.Thread(target=tracking.make_client, args=(f"sqlite:///{tmp_path}/mlflow.db",)) for _ in range(2)
