@@ -38,6 +38,7 @@ from pipelines.config import node_names, stage_names
 from pipelines.dag.plan import plan
 from pipelines.dag.run import NodeReport, RunReport
 from pipelines.loading import load, to_yaml
+from pipelines.tracking import Ledger, RunHandle
 
 ROOT, TOYS = Path(__file__).parents[2], Path(__file__).parent / "toys"
 NODES = ["prepare_data", "train_first_slice", "train_size_upscale", "train_depth_upscale", "evaluate", "sample"]
@@ -262,7 +263,8 @@ def test_a_cluster_that_may_grow_is_waited_for(command: Command, monkeypatch: py
     """In a job the same shortfall is a note for each training, and the start goes on."""
     monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo("job", {"CPU": 4.0}))
     monkeypatch.setattr(cluster, "disconnect", lambda: None)
-    monkeypatch.setattr(start, "_run", lambda plan, *_: (RunReport({}), ""))
+    monkeypatch.setattr(start, "_ledger", lambda *_: Ledger())
+    monkeypatch.setattr(start, "_run", lambda plan, *_: RunReport({}))
     monkeypatch.setattr(start, "_sum_up", lambda *_, **__: 0)
     code, out, err = command(full_multidim.main, "resources.num_workers=8")
     assert (code, err) == (0, "")
@@ -311,6 +313,7 @@ def test_options_and_overrides_in_any_order(handed_on: dict[str, Any]) -> None:
         "start_from": (),
         "dry_run": True,
         "images": None,
+        "overrides": ["seed=3", "train.num_steps=7", "bits=[1,3,8]"],
     }
 
 
@@ -422,7 +425,7 @@ def test_a_mistake_that_only_a_node_could_find_is_one_too(others: str, tmp_path:
         "b": NodeReport(others, error="needs a"),
         "c": NodeReport("executed"),
     }
-    end = functools.partial(start._sum_up, RunReport(nodes), open_store(tmp_path), tracking_uri="", whole=True)
+    end = functools.partial(start._sum_up, RunReport(nodes), open_store(tmp_path), RunHandle(), whole=True)
     if others == "failed":
         assert end() == 1
     else:
