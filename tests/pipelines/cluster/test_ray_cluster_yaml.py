@@ -58,10 +58,11 @@ def test_what_the_launcher_starts_may_use_the_bucket(
 ) -> None:
     """`ray up` and the head's autoscaler on an EC2 of this process: workers have the role that Ray makes for it."""
     monkeypatch.setenv("HOME", str(tmp_path))  # Ray keeps the machines' ssh key there
-    monkeypatch.setenv("MOTO_IAM_LOAD_MANAGED_POLICIES", "true")
     monkeypatch.setattr(time, "sleep", lambda sec: None)
     with mock_aws():
-        config = bootstrap_aws(prepare_config(cluster))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MOTO_IAM_LOAD_MANAGED_POLICIES", "true")  # slow: not while moto starts and ends
+            config = bootstrap_aws(prepare_config(cluster))
         provider = node_provider.AWSNodeProvider(config["provider"], config["cluster_name"])
         for name, group in config["available_node_types"].items():
             provider.create_node(group["node_config"], {TAG_RAY_USER_NODE_TYPE: name}, count=1)
