@@ -763,16 +763,18 @@ def _source(client: MlflowClient, run: Any, model: StageModel) -> str:
     Such a note is the checkpoint's address in a file: weights of gigabytes stay where they are. MLflow looks for the
     signature in a file MLmodel.
     """
-    uri, size = plain_uri(model.checkpoint), int(run.data.params.get("model.image_size", 0))
-    px = {"type": "tensor", "name": "px", "tensor-spec": {"dtype": "uint8", "shape": [-1, 3, size, size]}}
-    nats = {"type": "tensor", "name": "nats", "tensor-spec": {"dtype": "float64", "shape": [-1, -1, 3]}}
-    signature = {"inputs": json.dumps([px]), "outputs": json.dumps([nats])}  # nats of each slice and channel
-    model_file = json.dumps({"flavors": {}, "signature": signature}, indent=1)
-    if "://" not in uri and _is_server(client.tracking_uri):
-        for name, text in (("location.json", json.dumps({CHECKPOINT: uri}, indent=1)), ("MLmodel", model_file)):
-            client.log_text(run.info.run_id, text, f"checkpoint/{name}")
-        return f"runs:/{run.info.run_id}/checkpoint"
-    if size:
-        with contextlib.suppress(OSError):  # nobody may write there any more
-            open_store(model.checkpoint).write_text("MLmodel", model_file)
-    return uri
+    uri, files = plain_uri(model.checkpoint), {}
+    if size := int(run.data.params.get("model.image_size", 0)):
+        px = {"type": "tensor", "name": "px", "tensor-spec": {"dtype": "uint8", "shape": [-1, 3, size, size]}}
+        nats = {"type": "tensor", "name": "nats", "tensor-spec": {"dtype": "float64", "shape": [-1, -1, 3]}}
+        signature = {"inputs": json.dumps([px]), "outputs": json.dumps([nats])}  # nats of each slice and channel
+        files["MLmodel"] = json.dumps({"flavors": {}, "signature": signature}, indent=1)
+    if "://" in uri or not _is_server(client.tracking_uri):
+        for name, text in files.items():
+            with contextlib.suppress(OSError):  # nobody may write there any more
+                open_store(model.checkpoint).write_text(name, text)
+        return uri
+    files["location.json"] = json.dumps({CHECKPOINT: uri}, indent=1)
+    for name, text in files.items():
+        client.log_text(run.info.run_id, text, f"checkpoint/{name}")
+    return f"runs:/{run.info.run_id}/checkpoint"
