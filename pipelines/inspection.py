@@ -33,7 +33,7 @@ pipeline_tag: unconditional-image-generation
 tags: [subscale-pixel-networks, autoregressive, exact-likelihood]
 license: unknown
 ---
-# {name}: images of {size}×{size} pixels
+# {name}: images of {image_size}×{image_size} pixels
 
 A chain of Subscale Pixel Networks (Menick & Kalchbrenner, ICLR 2019), one network per stage, trained on {dataset}.
 Exact bits/dim on its {num_images} test images, in dims of the full image, so that the stages add up:
@@ -50,9 +50,9 @@ from spn.evaluation import bits_per_dim, chain_nats
 from spn.sampling import sample_chain
 
 models = load_chain(".")  # this folder: {{stage: network}}
-images = sample_chain(models, seed=0, images=range(4))["{last}"]  # integers of {bits} bits, [4, 3, {size}, {size}]
+images = sample_chain(models, seed=0, images=range(4))["{last}"]  # integers of {generated_bits} bits
 nats = sum(chain_nats(models, {at_8_bits}).values())  # exact, per image
-print(bits_per_dim(float(nats.sum()), num_images=4, image_size={size}))
+print(bits_per_dim(float(nats.sum()), num_images=4, image_size={image_size}))
 ```
 """
 
@@ -102,27 +102,18 @@ def export(config: ExperimentConfig, where: str) -> int:
     plan = planning.plan(nodes_of(config, store), store, sources=pipeline.SOURCES, only=["evaluate"])
     if (evaluated := plan["evaluate"].success) is None:
         raise UserError(f"--export: evaluate has no finished output ({plan['evaluate'].reason}); run it first")
-    results = json.loads(store.read_bytes(join(evaluated.folder, evaluated.named["results"])))
     for stage in stages:
         trained = plan[train_node(stage)].success
         assert trained is not None, "evaluate has read it"
         for name in pipeline.CHECKPOINT:
-            source = join(join(trained.folder, trained.named["checkpoint"]), name)
-            target.write_bytes(join(stage, name), store.read_bytes(source))
+            content = store.read_bytes(join(join(trained.folder, trained.named["checkpoint"]), name))
+            target.write_bytes(join(stage, name), content)
+    results = json.loads(store.read_bytes(join(evaluated.folder, evaluated.named["results"])))
     scores = {**results["stages"], "total": results["total"]}
     rows = [f"| {name} | {part['bits_per_dim']:.3f} | {part['standard_error']:.3f} |" for name, part in scores.items()]
-    bits = results["generated_bits"]
-    card = CARD.format(
-        name=config.name,
-        size=results["image_size"],
-        dataset=results["dataset"],
-        num_images=results["num_images"],
-        rows="\n".join(rows),
-        last=stages[-1],
-        bits=bits,
-        at_8_bits="images" if bits == 8 else f"images << {8 - bits}",
-    )
-    target.write_text("README.md", card)
+    at_8_bits = f"images << {8 - results['generated_bits']}".removesuffix(" << 0")
+    fields = {"name": config.name, "last": stages[-1], "rows": "\n".join(rows), "at_8_bits": at_8_bits, **results}
+    target.write_text("README.md", CARD.format(**fields))
     print(f"exported: {target.uri}")
     return DONE
 

@@ -54,12 +54,8 @@ def load_model(folder: Path, *, averaged: bool = True, device: str = "cpu") -> S
 
 
 def load_chain(folder: Path | str, *, device: str = "cpu") -> dict[str, SPN]:
-    """{stage: network}, in the order of generation, from a folder with a checkpoint's folder for each stage.
-
-    `full_multidim.py --export` writes such folders; of a checkpoint it needs the configuration and averaged weights.
-    """
-    folders = [path.parent for path in Path(folder).glob(f"*/{CONFIG}")]
-    models = [load_model(each, device=device) for each in folders]
+    """{stage: network}, in the order of generation, of a folder with one checkpoint folder per stage (`--export`)."""
+    models = [load_model(path.parent, device=device) for path in Path(folder).glob(f"*/{CONFIG}")]
     if not models:
         raise FileNotFoundError(f"{folder} has no folder of a stage, with {CONFIG} and {EMA}")
     models.sort(key=lambda model: (model.config.num_given_bits, model.config.stage))  # first_slice, then size_upscale

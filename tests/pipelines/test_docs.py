@@ -75,6 +75,6 @@ def test_the_python_page_loads_a_chain_as_a_model_card_does() -> None:
     """The card's lines are run by test_end_to_end.py."""
     page = (ROOT / "docs/python.md").read_text()
     fields = dict.fromkeys(("name", "dataset", "num_images", "rows"), "")
-    card = CARD.format(last="depth_upscale", bits=8, size=64, at_8_bits="images", **fields)
+    card = CARD.format(last="depth_upscale", generated_bits=8, image_size=64, at_8_bits="images", **fields)
     ours, theirs = (re.sub(r"  #.*", "", text.split("```python\n")[1].split("```")[0]) for text in (page, card))
     assert ours == theirs.replace('"."', '"demo"')
