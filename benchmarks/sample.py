@@ -3,10 +3,15 @@
     python benchmarks/sample.py --config imagenet32 --batch 1 16 64 256 --out benchmarks/results/sample
     python benchmarks/sample.py --config celebahq256 --batch 64 --out benchmarks/results/sample
 
+    python benchmarks/sample.py --chain FOLDER --decoder jacobi --batch 1 16 64   # as full_multidim.py --export writes
+
 Every stage is drawn as the pipeline draws it (spn/sampling.py), embedder and all. Preparing (packing weights,
 compiling, recording graphs), once for a batch size, is apart: `setup_sec`. With --slices only the last so many slices
 of a stage are drawn and its time is scaled to all of them, since each slice is the same work: `measured_steps` of
 `pixel_steps`.
+
+With --chain the networks are trained ones and each stage goes on from what the one before has drawn: Jacobi iteration
+takes as many passes over a slice (`passes_a_slice`) as the networks are uncertain.
 
 floor_sec is the time in which memory could deliver what every pixel step has to read: the decoder's weights, and keys
 and values of the pixels before, for each image (bandwidth: the card's data sheet).
@@ -28,16 +33,22 @@ if __name__ == "__main__":
 
 from pipelines.config import ExperimentConfig, stage_model_config, stage_names
 from pipelines.loading import load
-from spn.config import PRECISIONS, SPNConfig
+from spn.checkpoint import load_chain
+from spn.config import DECODERS, PRECISIONS, SPNConfig
+from spn.jacobi import JacobiDecoder
 from spn.model import SPN
-from spn.sampling import sample_stage, uniforms
+from spn.ordering import image_to_slices
+from spn.sampling import rows_to_sample, sample_chain, sample_stage, uniforms
 
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s, data sheet
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--config", required=True)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--config")
+    which.add_argument("--chain", type=Path, help="folder of a trained chain")
+    parser.add_argument("--decoder", choices=DECODERS, default="auto", help="of --chain")
     parser.add_argument("--batch", type=int, nargs="+", required=True, help="images drawn at once")
     parser.add_argument("--precision", choices=PRECISIONS, default="bfloat16")
     parser.add_argument("--slices", type=int, help="slices measured of each stage; all of them if not given")
@@ -45,16 +56,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args()
-    config = load(arguments.config, arguments.overrides)
+    precision, device = arguments.precision, arguments.device
     for batch in arguments.batch:
-        result = measure(
-            config, batch=batch, precision=arguments.precision, slices=arguments.slices, device=arguments.device
-        )
+        if arguments.chain:
+            models = load_chain(arguments.chain, device=device)
+            result = measure_chain(models, batch=batch, precision=precision, decoder=arguments.decoder)
+            result = {"chain": arguments.chain.name, **result}
+            name = f"{arguments.chain.name}-b{batch}-{precision}-{arguments.decoder}"
+        else:
+            config = load(arguments.config, arguments.overrides)
+            result = measure(config, batch=batch, precision=precision, slices=arguments.slices, device=device)
+            name = f"{config.name}-b{batch}-{precision}"
         print(json.dumps(result), flush=True)
         if arguments.out:
             arguments.out.mkdir(parents=True, exist_ok=True)
-            name = f"{config.name}-b{batch}-{arguments.precision}.json"
-            (arguments.out / name).write_text(json.dumps(result, indent=1) + "\n")
+            (arguments.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 def measure(config: ExperimentConfig, *, batch: int, precision: str, slices: int | None, device: str) -> dict[str, Any]:
@@ -87,6 +103,50 @@ def measure(config: ExperimentConfig, *, batch: int, precision: str, slices: int
         "ratio_to_floor": floor and seconds / floor,
         "setup_sec": setup,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        "stages": stages,
+    }
+
+
+def measure_chain(models: dict[str, SPN], *, batch: int, precision: str, decoder: str) -> dict[str, Any]:
+    """Draws images 0 to batch - 1 stage by stage."""
+    decoders: dict[Any, Any] = {}
+    options: dict[str, Any] = dict(precision=precision, decoder=decoder, decoders=decoders)
+    device = next(next(iter(models.values())).parameters()).device.type
+    known: dict[str, Any] = {}
+    stages, setup = {}, 0.0
+    for stage, model in models.items():
+        config = model.config
+        shape = (batch, 3, config.image_size, config.image_size)
+        blank, slices = torch.zeros(shape, dtype=torch.long, device=device), None
+        if stage != "first_slice":
+            slices = image_to_slices(blank, config.scaling_factor)[:, :-1]
+        rows = blank[:, :, : config.slice_size, : config.slice_size]
+        began = time.perf_counter()  # records, or compiles, with a slice that is given
+        given = blank if config.num_given_bits else None
+        sample_stage(model, blank.double(), given=given, slices=slices, rows=rows, **options)
+        _wait(device)
+        setup += time.perf_counter() - began
+        iteration = next(
+            (own for own in decoders.values() if isinstance(own, JacobiDecoder) and own.decoder is model.decoder), None
+        )
+        before, began = iteration.num_passes if iteration else 0, time.perf_counter()
+        drawn = sample_chain({stage: model}, seed=0, images=range(batch), **known, **options)[stage]
+        _wait(device)
+        stages[stage] = {"sec": time.perf_counter() - began}
+        if iteration is not None:
+            num_slices = rows_to_sample([config], num_known_slices=int("slices" in known)) / config.slice_size
+            stages[stage]["passes_a_slice"] = (iteration.num_passes - before) / num_slices
+        known = {"slices": drawn[:, None]} if stage == "first_slice" else {"image": drawn}
+    seconds = sum(stage["sec"] for stage in stages.values())
+    return {
+        "card": torch.cuda.get_device_name() if device == "cuda" else device,
+        "torch": torch.__version__,
+        "precision": precision,
+        "decoder": decoder,
+        "batch": batch,
+        "sec_a_batch": seconds,
+        "sec_an_image": seconds / batch,
+        "setup_sec": setup,
         "stages": stages,
     }
 

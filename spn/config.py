@@ -17,7 +17,7 @@ OPTIMIZERS = ("rmsprop", "adamw", "muon")
 SCHEDULES = ("piecewise", "cosine", "linear")
 SLICES = ("all", "first")
 PRECISIONS = ("float32", "bfloat16")
-DECODERS = ("auto", "fused", "plain")  # of sampling
+DECODERS = ("auto", "fused", "plain", "jacobi")  # of sampling
 COMPILE_MODES = ("default", "tuned", "max_autotune")
 
 

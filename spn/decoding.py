@@ -38,6 +38,7 @@ class Draws:
     temperature: float = 1.0  # divides the logits
     top_p: float | None = None  # mass of the nucleus that values are drawn from, see `pick`; None: all of it
     known: Tensor | None = None  # [B, 3, k, w]: values of the first k rows, taken as they are
+    guess: Tensor | None = None  # [B, 3, h, w]: where Jacobi iteration begins; it does not change what is drawn
     coder: Any = None  # of coding.py: gives the values in place of the numbers, and sees the known ones
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from spn.bitdepth import join_depth
 from spn.config import DECODERS, PRECISIONS, SPNConfig
 from spn.decoding import Draws, decode_slice, prepare
+from spn.jacobi import JacobiDecoder
 from spn.model import SPN
 from spn.ordering import image_to_slices, slices_to_image
 
@@ -57,14 +58,16 @@ def slice_decoder(
 ) -> Decode:
     """What decodes slices of a network in batches of one size.
 
-    decoder: fused, the kernels of spn/gpu; plain, decoding.py on any device; auto, fused on a GPU if they cover the
-    network, otherwise plain. precision: of the weights and caches of fused; those of plain are the network's own.
-    coded: for draws with a coder.
+    decoder: fused, the kernels of spn/gpu; plain, decoding.py on any device; jacobi, all values at once (jacobi.py);
+    auto, fused on a GPU if they cover the network, otherwise plain. precision: of the weights and caches of fused, of
+    the products of jacobi on a GPU; those of plain are the network's own. coded: for draws with a coder.
     Raises ValueError for another decoder or precision, and where fused is asked for but impossible.
     """
     for name, value, allowed in (("precision", precision, PRECISIONS), ("decoder", decoder, DECODERS)):
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+    if decoder == "jacobi":
+        return JacobiDecoder(model, batch, temperature=temperature, top_p=top_p, precision=precision)
     on_gpu = next(model.parameters()).device.type == "cuda"
     if decoder == "fused" or (decoder == "auto" and on_gpu):
         from spn.gpu.folding import not_covered
@@ -128,7 +131,9 @@ def sample_stage(
         with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu and precision == "bfloat16"):
             context = _context(model, known, index, given)
         kept = coder.known() if coder is not None else rows if number == num_known else None
-        drawn = Draws(numbers[:, number], temperature=temperature, top_p=top_p, known=kept, coder=coder)
+        beside = number - 1 if number % config.scaling_factor else number - config.scaling_factor  # one pixel away
+        guess = known[:, beside] if number else None
+        drawn = Draws(numbers[:, number], temperature=temperature, top_p=top_p, known=kept, guess=guess, coder=coder)
         known[:, number] = decoders[key](context, drawn, on_row=on_row)
     if config.stage == "first_slice":
         return known[:, 0]

@@ -6,9 +6,11 @@ python -m pytest tests/spn/sampling/test_sampling.py
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from spn.decoding import Draws
 from spn.evaluation import chain_nats, image_nats
 from spn.gpu.folding import not_covered
 from spn.gpu.training import speed_up
+from spn.jacobi import JacobiDecoder
 from spn.model import SPN
 from spn.ordering import image_to_slices, slices_to_image
 from spn.sampling import rows_to_sample, sample_chain, sample_slice_slowly, sample_stage, slice_decoder, uniforms
@@ -56,9 +59,10 @@ def test_same_samples_as_the_slow_sampler_in_float32(small_case, recipe, tempera
     config, size = model.config, model.config.image_size
     uniform = uniforms(11, stage=config.stage, images=range(6), image_size=size)
     given = random_values(1, config.num_given_bits, 6, 3, size, size) if config.num_given_bits else None
-    fast = sample_stage(model, uniform, given=given, temperature=temperature)
-    assert torch.equal(fast, sample_stage_slowly(model, uniform, given=given, temperature=temperature))
-    assert len(fast.unique()) > config.num_values // 2  # not a constant
+    slow = sample_stage_slowly(model, uniform, given=given, temperature=temperature)
+    assert len(slow.unique()) > config.num_values // 2  # not a constant
+    for decoder in ("plain", "jacobi"):
+        assert torch.equal(slow, sample_stage(model, uniform, given=given, temperature=temperature, decoder=decoder))
 
 
 def test_same_samples_as_the_slow_sampler_after_a_given_first_slice(stage_network, random_values):
@@ -68,6 +72,28 @@ def test_same_samples_as_the_slow_sampler_after_a_given_first_slice(stage_networ
     assert torch.equal(
         sample_stage(model, uniform, slices=first[:, None]), sample_stage_slowly(model, uniform, first=first)
     )
+
+
+def test_jacobi_iteration_draws_the_same_from_any_guess_in_few_passes_where_the_network_is_certain(stage_network):
+    model = stage_network("baseline", seed=10)
+    uniform = uniforms(3, stage="baseline", images=range(5), image_size=model.config.image_size)
+    known = torch.randint(model.config.num_values, (5, 3, 1, model.config.slice_size))
+
+    def passes_of(**options: Any) -> int:
+        decode = JacobiDecoder(model, 5, temperature=options.get("temperature", 1.0), top_p=options.get("top_p"))
+        draws = [
+            Draws(uniform, known=known, guess=guess, **options) for guess in (None, torch.ones_like(uniform).long())
+        ]
+        one, before, other = decode(None, draws[0]), decode.num_passes, decode(None, draws[1])
+        assert torch.equal(one, other) and torch.equal(one, sample_slice_slowly(model, None, draws[0]))
+        return decode.num_passes - before
+
+    certain, likely, uncertain = passes_of(temperature=1e-9, top_p=0.1), passes_of(top_p=0.8), passes_of()
+    assert 2 <= min(certain, likely) and max(likely, uncertain) <= uniform[0].numel() + 1
+    with torch.no_grad():
+        model = copy.deepcopy(model)
+        model.decoder.head.weight.zero_()
+    assert passes_of() == 2  # no value depends on another: drawn, then seen to stay
 
 
 # ---- temperature ---------------------------------------------------------------------------------------------------
