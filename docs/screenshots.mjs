@@ -63,21 +63,20 @@ async function shoot(name, address, prepare, clip) {
   console.log(`${file}  ${Math.round(fs.statSync(file).size / 1024)} KiB`);
 }
 
-// The nodes are child runs of `pipeline`, folded away at first; charts draw unfolded rows only.
+// The nodes are child runs of their launch, folded away at first; charts draw unfolded rows only.
 async function unfold() {
-  const parents = await page.getByRole("link", { name: "pipeline", exact: true }).all();
-  for (const parent of parents.reverse()) { // from below: what unfolds moves the rows beneath it
-    const box = await parent.boundingBox();
+  const launches = shown.filter((run) => tag(run, "node") === "pipeline");
+  for (const launch of launches.reverse()) { // from below: what unfolds moves the rows beneath it
+    const box = await page.locator(`a[href*="${launch.info.run_id}"]`).first().boundingBox();
     await page.mouse.click(box.x - 32, box.y + box.height / 2); // the + before the name, which has no name of its own
     await page.waitForTimeout(2500);
   }
 }
 
 // Charts whose metric's name matches; pictures always stay, unless their part is folded away.
-const chartsOf = (words, fold) => async () => {
+const chartsOf = (words) => async () => {
   await page.getByPlaceholder("Search metric charts").fill(words);
   await page.waitForTimeout(2500);
-  if (fold) await page.mouse.click(545, 261); // the arrow of the first part
   await page.mouse.move(920, 185);
   await page.waitForTimeout(1500);
 };
@@ -86,8 +85,15 @@ const table = `experiments/${id}/runs?searchFilter=${encodeURIComponent(filter)}
 const charts = `${table}&compareRunsMode=CHART`;
 await shoot("runs", table, unfold); // the UI remembers what is unfolded
 await shoot("samples", charts, chartsOf("^samples"), { x: 200, y: 180, width: 850, height: 480 });
-await shoot("curves", charts, chartsOf("^(train|valid)/bits_per_dim", true));
+await shoot("curves", `experiments/${id}/runs?viewStateShareKey=stages&compareRunsMode=CHART`);
 await shoot("run", `experiments/${id}/runs/${last}`);
 await shoot("system", `experiments/${id}/runs/${last}/system-metrics`);
 await shoot("model", `models/${experiment}.${stages.at(-1)}`);
+const { experiments } = await api("experiments/search", { max_results: 100 });
+const compared = JSON.stringify(experiments.map((each) => each.experiment_id).filter((each) => each !== "0"));
+const launches = encodeURIComponent("tags.node = 'pipeline'");
+await shoot(
+  "configurations",
+  `compare-experiments/s?experiments=${compared}&searchFilter=${launches}&compareRunsMode=CHART`,
+);
 await browser.close();

@@ -46,6 +46,7 @@ _QUEUE_LOG = logging.getLogger("mlflow.utils.async_logging.async_logging_queue")
 
 UI = "http://127.0.0.1:5000"  # where `make ui` and `ui_command` show a SQLite file
 PARENT_TAG, NAME, NOTE = "mlflow.parentRunId", "mlflow.runName", "mlflow.note.content"
+COMMIT = "mlflow.source.git.commit"
 _PARENT = "pipeline"  # tag `node` of the parent run
 # A server's login, as MLflow itself reads it.
 _USER, _PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
@@ -267,14 +268,12 @@ class RunHandle:
         """Address of a run of this experiment in the UI."""
         return _page(self.uri, f"experiments/{self.experiment_id}/runs/{run_id}")
 
-    def curves_link(self) -> str:
-        """Address of the charts that compare the stages' bits/dim, over all launches of this experiment."""
-        return _page(self.uri, f"experiments/{self.experiment_id}/runs?viewStateShareKey=stages&compareRunsMode=CHART")
-
     def links(self) -> dict[str, str]:
-        """{what: where it is in the UI}; for a SQLite file first the command that starts the UI."""
+        """{what: where it is in the UI}: this run, charts that compare the bits/dim of the stages, over all launches of
+        the experiment; for a SQLite file first the command that starts the UI."""
         links = {} if _is_server(self.uri) else {"MLflow": ui_command(self.uri)}
-        return links | {"this launch": self.link(self.run_id), "curves": self.curves_link()} if self.run_id else links
+        curves = f"experiments/{self.experiment_id}/runs?viewStateShareKey=stages&compareRunsMode=CHART"
+        return links | {"run": self.link(self.run_id), "curves": _page(self.uri, curves)} if self.run_id else links
 
 
 class NodeRun:
@@ -408,12 +407,12 @@ class Ledger:
                 file.touch()
 
     @property
-    def parent_id(self) -> str | None:
-        return self._ids[_PARENT]
+    def parent(self) -> RunHandle:
+        return RunHandle(self.uri, self._ids[_PARENT], self.experiment_id)
 
     @property
-    def parent(self) -> RunHandle:
-        return RunHandle(self.uri, self.parent_id, self.experiment_id)
+    def parent_id(self) -> str | None:
+        return self.parent.run_id
 
     def start_pipeline(self, *, tags: Mapping[str, str], params: Mapping[str, Any], files: Mapping[str, str]) -> None:
         """Closes the runs that a killed driver left open, then opens the parent run. files: {name: text} artifacts."""
@@ -443,9 +442,9 @@ class Ledger:
         self.start_node(node, tags={**tags, "reused_run": reused_run or "unknown"}, params={})
 
         def note(client: MlflowClient) -> None:
-            page = f"#/experiments/{self.experiment_id}/runs/{reused_run}{{}}?workflowType=machine_learning"
-            links = f"[the run that made it]({page.format('')}), [its charts]({page.format('/model-metrics')})"
-            client.set_tag(self._ids[node], NOTE, f"Up to date: {links}" if reused_run else "Up to date")
+            page = f"#/experiments/{self.experiment_id}/runs/{reused_run}/model-metrics?workflowType=machine_learning"
+            text = f"Up to date: see [the charts of the run that made it]({page})" if reused_run else "Up to date"
+            client.set_tag(self._ids[node], NOTE, text)
 
         self._send(note)
         self.finish(node, "FINISHED")
@@ -509,10 +508,9 @@ class Ledger:
             from mlflow.tracking.context import git_context, registry
 
             context = registry.resolve_tags(ignore=[git_context.GitRunContext])  # user, source
-            commit = {"mlflow.source.git.commit": tags.get("git_commit", "unknown")}
             parent = {PARENT_TAG: self.parent_id} if self.parent_id and name != _PARENT else {}
-            own = {"node": name, "run_folder": self.run_folder, NAME: name}
-            labels = _tags({**context, **commit, **parent, **own, **tags})
+            own = {NAME: name, COMMIT: tags.get("git_commit", "unknown"), "run_folder": self.run_folder, "node": name}
+            labels = _tags({**context, **own, **parent, **tags})
             run_id = self._ids[name]
             if run_id is not None:
                 try:
@@ -563,20 +561,14 @@ def _views(experiment_id: str) -> dict[str, str]:
     state = {
         "searchFilter": "tags.node LIKE 'train_%' and tags.reused_run IS NULL",
         "orderByKey": "attributes.`start_time`",
-        "compareRunSections": [{"uuid": "bits", "name": "bits/dim", "display": True}],
-        "compareRunCharts": [
-            {"uuid": k, "metricKey": k, "type": v, "metricSectionId": "bits"} for k, v in kinds.items()
-        ],
+        "compareRunSections": [{"uuid": "0", "name": "bits/dim", "display": True}],
+        "compareRunCharts": [{"uuid": k, "metricKey": k, "type": v, "metricSectionId": "0"} for k, v in kinds.items()],
     }
+    view = {"name": "bits/dim of the stages", "createdAt": 0, "updatedAt": 0, "state": json.dumps(state)}
     page = f"#/experiments/{experiment_id}/runs?workflowType=machine_learning&compareRunsMode=CHART"
-    totals = f"{page}&searchFilter=tags.node%3D'{_PARENT}'"
-    return {
-        "mlflow.experimentKind": "custom_model_development",
-        NOTE: f"[Curves of the stages]({page}&viewStateShareKey=stages), [totals, samples of the launches]({totals})",
-        "mlflow.sharedViewState.stages": json.dumps(
-            {"name": "bits/dim of the stages", "createdAt": 0, "updatedAt": 0, "state": json.dumps(state)}
-        ),
-    }
+    links = f"[Curves of the stages]({page}&viewStateShareKey=stages), "
+    links += f"[totals and samples of the launches]({page}&searchFilter=tags.node%3D'{_PARENT}')"
+    return {"mlflow.sharedViewState.stages": json.dumps(view), NOTE: links}
 
 
 def _done_within(seconds: float | None, work: Callable[[], None]) -> bool:

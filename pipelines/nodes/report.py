@@ -207,7 +207,7 @@ def _run_link(context: NodeContext[ReportNodeConfig], run_id: str | None) -> str
 def _curves_note(context: NodeContext[ReportNodeConfig]) -> str:
     if not context.run.run_id:
         return ""
-    note = f'<p><a href="{escape(context.run.curves_link())}">The curves of the stages in MLflow</a>'
+    note = f'<p><a href="{escape(context.run.links()["curves"])}">The curves of the stages in MLflow</a>'
     if context.run.uri.startswith("sqlite:"):
         note += f" <span class=muted>(while <code>make ui RUN=FOLDER/{escape(context.config.name)}</code> runs)</span>"
     return note + "</p>"

@@ -100,9 +100,9 @@ def test_commands_and_links() -> None:
     assert handle.link("r2") == "http://h:5000/#/experiments/7/runs/r2?workflowType=machine_learning"
     local = RunHandle("sqlite:////runs/mlflow.db", "r1", "7")
     assert local.link("r2").startswith("http://127.0.0.1:5000/#/experiments/7/")
-    assert list(local.links()) == ["MLflow", "this launch", "curves"]
+    assert list(local.links()) == ["MLflow", "run", "curves"]
     server = handle.links()
-    assert server["this launch"] == handle.link("r1") and list(server) == ["this launch", "curves"]
+    assert server["run"] == handle.link("r1") and list(server) == ["run", "curves"]
     view = "viewStateShareKey=stages&compareRunsMode=CHART&workflowType=machine_learning"
     assert server["curves"] == f"http://h:5000/#/experiments/7/runs?{view}"
     assert list(RunHandle("http://h:5000").links()) == [], "the server did not answer: there is no run"
@@ -248,7 +248,7 @@ def test_a_skipped_node_points_to_the_run_it_reuses(place: Path) -> None:
     assert found.info.status == "FINISHED" and found.data.tags["reused_run"] == "run7"
     assert found.data.metrics == {}
     page = f"#/experiments/{ledger.experiment_id}/runs/run7"
-    assert f"({page}?workflow" in found.data.tags[tracking.NOTE] and f"({page}/model-" in found.data.tags[tracking.NOTE]
+    assert f"({page}/model-metrics?workflowType=machine_learning)" in found.data.tags[tracking.NOTE]
 
 
 def test_the_experiment_has_a_view_of_the_stages_that_people_may_change(place: Path) -> None:
