@@ -67,7 +67,7 @@ async function shoot(name, address, prepare, clip) {
 async function unfold() {
   const launches = shown.filter((run) => tag(run, "node") === "pipeline");
   for (const launch of launches.reverse()) { // from below: what unfolds moves the rows beneath it
-    const box = await page.locator(`a[href*="${launch.info.run_id}"]`).first().boundingBox();
+    const box = await page.getByRole("link", { name: launch.info.run_name, exact: true }).first().boundingBox();
     await page.mouse.click(box.x - 32, box.y + box.height / 2); // the + before the name, which has no name of its own
     await page.waitForTimeout(2500);
   }
@@ -88,12 +88,6 @@ await shoot("samples", charts, chartsOf("^samples"), { x: 200, y: 180, width: 85
 await shoot("curves", `experiments/${id}/runs?viewStateShareKey=stages&compareRunsMode=CHART`);
 await shoot("run", `experiments/${id}/runs/${last}`);
 await shoot("system", `experiments/${id}/runs/${last}/system-metrics`);
-await shoot("model", `models/${experiment}.${stages.at(-1)}`);
-const { experiments } = await api("experiments/search", { max_results: 100 });
-const compared = JSON.stringify(experiments.map((each) => each.experiment_id).filter((each) => each !== "0"));
-const launches = encodeURIComponent("tags.node = 'pipeline'");
-await shoot(
-  "configurations",
-  `compare-experiments/s?experiments=${compared}&searchFilter=${launches}&compareRunsMode=CHART`,
-);
+const card = { x: 200, y: 10, width: 1150, height: 380 };
+await shoot("model", `models/${experiment}.${stages.at(-1)}/versions/1`, undefined, card);
 await browser.close();
