@@ -197,17 +197,13 @@ def _rerun_section(context: NodeContext[ReportNodeConfig], stages: Sequence[str]
 
 
 def _run_link(context: NodeContext[ReportNodeConfig], run_id: str | None) -> str:
-    if run_id is None:
-        return "–"
-    if not context.run.run_id:  # this launch records nothing, so the UI's address is not known
-        return escape(run_id)
+    if run_id is None or not context.run.run_id:  # a launch that records nothing does not know the UI's address
+        return escape(run_id or "–")
     return f'<a href="{escape(context.run.link(run_id))}">{escape(run_id)}</a>'
 
 
 def _curves_note(context: NodeContext[ReportNodeConfig]) -> str:
     if not context.run.run_id:
         return ""
-    note = f'<p><a href="{escape(context.run.links()["curves"])}">The curves of the stages in MLflow</a>'
-    if context.run.uri.startswith("sqlite:"):
-        note += f" <span class=muted>(while <code>make ui RUN=FOLDER/{escape(context.config.name)}</code> runs)</span>"
-    return note + "</p>"
+    link = f'<a href="{escape(context.run.links()["curves"])}">The curves of the stages in MLflow</a>'
+    return f"<p>{link} <span class=muted>(while its UI runs)</span></p>"
