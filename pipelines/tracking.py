@@ -762,9 +762,9 @@ def _source(client: MlflowClient, run: Any, model: StageModel) -> str:
         signature = {"inputs": json.dumps([px]), "outputs": json.dumps([nats])}  # nats of each slice and channel
         files["MLmodel"] = json.dumps({"flavors": {}, "signature": signature}, indent=1)
     if "://" in uri or not _is_server(client.tracking_uri):
-        for name, text in files.items():
-            with contextlib.suppress(OSError):  # nobody may write there any more
-                open_store(model.checkpoint).write_text(name, text)
+        with contextlib.suppress(OSError):  # nobody may write there any more
+            if files and not (store := open_store(model.checkpoint)).exists("MLmodel"):
+                store.write_text("MLmodel", files["MLmodel"])
         return uri
     files["location.json"] = json.dumps({CHECKPOINT: uri}, indent=1)
     for name, text in files.items():
