@@ -44,6 +44,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
     assert not any(cell["outputs"] for cell in cells)
     monkeypatch.chdir(DOCS)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("torch.set_num_threads", lambda number: None)  # other tests share this process
     names: dict[str, Any] = {}
     for cell in cells:
         exec("".join(cell["source"]).replace("num_steps=150", "num_steps=20").replace("3, 32, 4", "3, 16, 4"), names)
