@@ -3,7 +3,7 @@
 //   apt-get install chromium nodejs npm           (or set CHROMIUM to any Chromium or Chrome)
 //   npm install --no-save playwright-core
 //   make ui RUN=runs/demo                         (leave it running)
-//   node docs/screenshots.mjs [http://127.0.0.1:5000] [demo] [docs/images]
+//   node docs/images/screenshots.mjs [http://127.0.0.1:5000] [demo] [docs/images]
 //
 // Arguments: the UI's address, the experiment (the config's name), the folder to write to.
 
