@@ -17,7 +17,7 @@ from matplotlib.figure import Figure  # noqa: E402
 
 from data_prep.files import join, open_store
 from data_prep.parquet import Manifest, open_dataset
-from pipelines.config import ReportNodeConfig
+from pipelines.config import ReportNodeConfig, stage_kind
 from pipelines.dag.masking import mask_uris
 from pipelines.dag.node import NodeContext, NodeResult
 
@@ -81,15 +81,13 @@ def _read(context: NodeContext[ReportNodeConfig], node: str, name: str) -> bytes
 
 
 def _bits_section(results: Results, stages: Sequence[str]) -> str:
-    rows = []
+    rows = ""
     for stage in stages:
-        part = results["stages"][stage]
-        kind = "depth_upscale" if stage.startswith("depth_upscale") else stage
-        label = PARTS[kind]
-        if kind == "size_upscale" and "first_slice" not in stages:
+        label = PARTS[stage_kind(stage)]
+        if stage == "size_upscale" and "first_slice" not in stages:
             label = "all slices"
-        rows.append(_row(f"{escape(stage)} <span class=muted>({label})</span>", part))
-    total = _row("total", results["total"], css=" class=total")
+        rows += _row(f"{escape(stage)} <span class=muted>({label})</span>", results["stages"][stage])
+    rows += _row("total", results["total"], css=" class=total")
     bits, size = results["generated_bits"], results["image_size"]
     notes = [
         f"Exact, on all {results['num_images']} test images of {escape(results['dataset'])} ({size} × {size}, {bits} "
@@ -115,19 +113,15 @@ def _bits_section(results: Results, stages: Sequence[str]) -> str:
         )
     return (
         "<h2>Bits/dim</h2><table><tr><th>part<th>this model<th>standard error<th>histogram<th>uniform</tr>"
-        + "".join(rows)
-        + total
-        + "</table>"
-        + "".join(f"<p>{note}</p>" for note in notes)
-        + "<p class=muted>histogram: each channel's values drawn independently, as often as among training pixels.</p>"
+        f"{rows}</table><p>{'<p>'.join(notes)}<p class=muted>histogram: each channel's values drawn independently, as "
+        "often as among training pixels.</p>"
     )
 
 
 def _row(label: str, part: Part, css: str = "") -> str:
     best = " class=best" if part["bits_per_dim"] < part["histogram"] else ""
     rest = "".join(f"<td>{part[key]:.3f}" for key in ("standard_error", "histogram", "uniform"))
-    numbers = f"<td{best}>{part['bits_per_dim']:.3f}{rest}"
-    return f"<tr{css}><td>{label}{numbers}</tr>"
+    return f"<tr{css}><td>{label}<td{best}>{part['bits_per_dim']:.3f}{rest}</tr>"
 
 
 def _samples_section(pictures: Mapping[str, bytes], chain: bytes, film: bytes, stages: Sequence[str]) -> str:
@@ -182,28 +176,19 @@ def _data_section(manifest: Manifest) -> str:
 
 def _rerun_section(context: NodeContext[ReportNodeConfig], stages: Sequence[str]) -> str:
     command = "python pipelines/full_multidim.py --config " + escape(context.config.preset or "FILE.yaml")
-    rows = "".join(
-        f"<tr><td>{escape(node)}<td>{escape(output.attempt)}<td>{_run_link(context, output.mlflow_run_id)}</tr>"
-        for node, output in context.inputs.items()
-    )
-    rerun = f"--rerun train_{escape(stages[-1])}"
+    rerun, run, rows, curves = f"--rerun train_{escape(stages[-1])}", context.run, "", ""
+    for node, output in context.inputs.items():
+        shown = escape(output.mlflow_run_id or "–")
+        if output.mlflow_run_id and run.run_id:  # a launch that records nothing does not know the UI's address
+            shown = f'<a href="{escape(run.link(output.mlflow_run_id))}">{shown}</a>'
+        rows += f"<tr><td>{escape(node)}<td>{escape(output.attempt)}<td>{shown}</tr>"
+    if run.run_id:
+        link = f'<a href="{escape(run.links()["curves"])}">The curves of the stages in MLflow</a>'
+        curves = f"<p>{link} <span class=muted>(while its UI runs)</span></p>"
     return (
         f"<h2>Rerun</h2><pre>{command} {'':{len(rerun)}}   # skips what is up to date\n"
         f"{command} {rerun}   # that node, then what reads its new output\n"
         f"{command} {'--dry-run':{len(rerun)}}   # what would run, and why</pre>"
         "<p class=muted>With the key=value settings of this launch, if it had any.</p>"
-        f"<table><tr><th>node<th>attempt<th>MLflow run</tr>{rows}</table>{_curves_note(context)}"
+        f"<table><tr><th>node<th>attempt<th>MLflow run</tr>{rows}</table>{curves}"
     )
-
-
-def _run_link(context: NodeContext[ReportNodeConfig], run_id: str | None) -> str:
-    if run_id is None or not context.run.run_id:  # a launch that records nothing does not know the UI's address
-        return escape(run_id or "–")
-    return f'<a href="{escape(context.run.link(run_id))}">{escape(run_id)}</a>'
-
-
-def _curves_note(context: NodeContext[ReportNodeConfig]) -> str:
-    if not context.run.run_id:
-        return ""
-    link = f'<a href="{escape(context.run.links()["curves"])}">The curves of the stages in MLflow</a>'
-    return f"<p>{link} <span class=muted>(while its UI runs)</span></p>"
