@@ -12,7 +12,6 @@ the `NodeRun` that it opens.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import json
 import logging
@@ -24,10 +23,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
@@ -131,7 +130,10 @@ def make_client(uri: str) -> MlflowClient:
     logging.getLogger("mlflow.system_metrics").setLevel(logging.CRITICAL)  # one warning is enough: `_Server.failed`
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     file = _sqlite_file(uri)
-    with _alone_in(file.parent) if file else contextlib.nullcontext():  # a new database gets its tables here
+    from mlflow.utils.file_utils import ExclusiveFileLock
+
+    # A new database gets its tables here, from one process.
+    with ExclusiveFileLock(str(file.with_suffix(".lock"))) if file else contextlib.nullcontext():
         client = MlflowClient(tracking_uri=uri)
         if file:
             _follow_move(file.absolute())
@@ -149,25 +151,13 @@ def _follow_move(file: Path) -> None:
     with contextlib.closing(sqlite3.connect(file, timeout=LOCKED_SEC)) as database, database:
         for (place,) in database.execute(ours).fetchall():
             old = Path(unquote(urlsplit(place).path)).parent
-            if old == new or (old.exists() and old.samefile(new)):
+            if old.resolve() == new.resolve():
                 continue
             for before, after in ((old.as_uri(), new.as_uri()), (str(old), str(new))):
                 for table, column in database.execute(columns).fetchall():
                     change = f'"{column}" = ?2 || substr("{column}", length(?1) + 1)'
                     where = f"substr(\"{column}\" || '/', 1, length(?1) + 1) = ?1 || '/'"
                     database.execute(f'UPDATE "{table}" SET {change} WHERE {where}', (before, after))
-
-
-@contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Other processes that come here wait. On filesystems without such locks nobody waits."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _check_usable(uri: str) -> None:
@@ -193,32 +183,28 @@ class _Server:
     def __init__(self, uri: str) -> None:
         self.uri = uri
         self._client: MlflowClient | None = None
-        self._warned, self._paused_until = False, 0.0
+        self._warned, self.paused_until = False, 0.0
 
-    def send(self, call: _Call, *, even_if_paused: bool = False) -> bool:
+    def send(self, call: _Call) -> bool:
         """Makes a call; False if the same call may work later, True if it worked or MLflow refuses it for good."""
-        if time.monotonic() < self._paused_until and not even_if_paused:
+        if time.monotonic() < self.paused_until:
             return False
         try:
             _check_usable(self.uri)
-            if self._client is None:
-                self._client = make_client(self.uri)
+            self._client = self._client or make_client(self.uri)
             call(self._client)
         except Exception as error:  # whatever goes wrong with the mirror must not stop the work
-            again, cause = is_unreachable(error), cast(BaseException, error)
-            while cause.__cause__ is not None:
-                cause = cause.__cause__
-            shown = cause if isinstance(cause, sqlite3.Error) else error  # SQLAlchemy's own words come before its
-            self.failed(str(shown) or type(error).__name__, pause=again)
+            again = is_unreachable(error)
+            self.failed(str(error) or type(error).__name__, pause=again)
             return not again
         return True
 
     def failed(self, why: str, *, pause: bool) -> None:
         if pause:
-            self._paused_until = time.monotonic() + PAUSE_SEC
+            self.paused_until = time.monotonic() + PAUSE_SEC
         if not self._warned:
             self._warned = True
-            why = mask(next(iter(why.splitlines()), ""))
+            why = mask(" ".join(why.split()))[:300]
             log.warning("MLflow at %s does not record (%s); the work continues", mask(self.uri), why)
 
 
@@ -301,8 +287,8 @@ class NodeRun:
         self._send(send)
 
     def log_history(self, history: Iterable[Mapping[str, float]]) -> None:
-        """Of entries {"step": ..., "time_ms": ..., metric: value}, sends the points that the run does not have."""
-        self._send(lambda client: _add_missing(client, self.handle.run_id, history))
+        """Entries {"step": ..., "time_ms": ..., metric: value}; MLflow adds the points that the run does not have."""
+        self._send(lambda client: _add(client, self.handle.run_id, history))
 
     def log_image(self, image: Any, *, key: str, step: int = 0) -> None:
         """A picture with a step slider in the UI: (H, W, C) uint8 array or PIL image."""
@@ -318,14 +304,11 @@ class NodeRun:
             from mlflow.entities import Dataset as Entity
             from mlflow.entities import DatasetInput, InputTag
 
-            tensor = {"dtype": "uint8", "shape": [-1, resolution, resolution, 3]}
-            features = json.dumps([{"name": "px", "type": "tensor", "tensor-spec": tensor}])
             entity = Entity(
                 name=f"{dataset.manifest.dataset}-{resolution}px-{bits}bit-{split}",
                 digest=dataset.split_digest(resolution=resolution, bits=bits, split=split),
                 source_type=dataset.uri.partition("://")[0] if "://" in dataset.uri else "local",
                 source=json.dumps({"uri": plain_uri(dataset.uri)}),
-                schema=json.dumps({"mlflow_tensorspec": {"features": features, "targets": None}}),
                 profile=json.dumps({"num_rows": dataset.num_images(split), "bits": bits}),
             )
             tagged = DatasetInput(entity, [InputTag("mlflow.data.context", context)])
@@ -440,13 +423,6 @@ class Ledger:
     def reuse_node(self, node: str, *, tags: Mapping[str, str], reused_run: str | None) -> None:
         """Child run of a skipped node: no numbers, only a pointer to the run that made its output."""
         self.start_node(node, tags={**tags, "reused_run": reused_run or "unknown"}, params={})
-
-        def note(client: MlflowClient) -> None:
-            page = f"#/experiments/{self.experiment_id}/runs/{reused_run}/model-metrics?workflowType=machine_learning"
-            text = f"Up to date: see [the charts of the run that made it]({page})" if reused_run else "Up to date"
-            client.set_tag(self._ids[node], NOTE, text)
-
-        self._send(note)
         self.finish(node, "FINISHED")
 
     def finish(
@@ -457,18 +433,18 @@ class Ledger:
         metrics: Mapping[str, float] | None = None,
         history: Sequence[Mapping[str, float]] = (),
     ) -> str | None:
-        """Ends the run of a node, if this launch opened one, with what the run lacks of the results and of the recorded
-        history (`NodeRun.log_history`).
+        """Ends the run of a node, if this launch opened one, with its recorded history (`NodeRun.log_history`) and the
+        results that are in no curve.
 
         status: FINISHED, FAILED or KILLED, which is sent by `close`. Returns the run's id if MLflow has it.
         """
-        now, results = _now_ms(), dict(metrics or {})
         if node not in self._ids:
             return None
-        if history:
-            self._send(lambda client: _add_missing(client, self._ids[node], history))
-        if results:
-            self._send(lambda client: _add_results(client, self._ids[node], results, now))
+        now, curves = _now_ms(), {key for entry in history for key in entry}
+        results = {key: value for key, value in (metrics or {}).items() if key not in curves}
+        points = [*history, {"step": 0, "time_ms": now, **results}]
+        if history or results:
+            self._send(lambda client: _add(client, self._ids[node], points))
         end = functools.partial(self._end, node, status, now)
         if status == "KILLED":
             self._calls.append(end)
@@ -481,8 +457,9 @@ class Ledger:
 
         KILLED: waits KILLED_SEC at most; runs that are open after that, the next launch closes (`reconcile`).
         """
+        _server(self.uri).paused_until = 0.0
         end = functools.partial(self._end, _PARENT, status, _now_ms())
-        _done_within(KILLED_SEC if status == "KILLED" else None, lambda: self._send(end, even_if_paused=True))
+        _done_within(KILLED_SEC if status == "KILLED" else None, lambda: self._send(end))
 
     def _end(self, name: str, status: str, now_ms: int, client: MlflowClient) -> None:
         client.set_terminated(self._ids[name], status, now_ms)
@@ -510,6 +487,9 @@ class Ledger:
             context = registry.resolve_tags(ignore=[git_context.GitRunContext])  # user, source
             parent = {PARENT_TAG: self.parent_id} if self.parent_id and name != _PARENT else {}
             own = {NAME: name, COMMIT: tags.get("git_commit", "unknown"), "run_folder": self.run_folder, "node": name}
+            if reused := tags.get("reused_run"):
+                page = f"#/experiments/{self.experiment_id}/runs/{reused}/model-metrics?workflowType=machine_learning"
+                own[NOTE] = f"Up to date: see [the charts of the run that made it]({page})"
             labels = _tags({**context, **own, **parent, **tags})
             run_id = self._ids[name]
             if run_id is not None:
@@ -526,10 +506,10 @@ class Ledger:
         self._send(open_run)
         self._send(lambda client: client.log_batch(self._ids[name], params=_params(params)))
 
-    def _send(self, call: _Call, *, even_if_paused: bool = False) -> None:
+    def _send(self, call: _Call) -> None:
         if self.uri:
             self._calls.append(call)
-            while self._calls and _server(self.uri).send(self._make_first, even_if_paused=even_if_paused):
+            while self._calls and _server(self.uri).send(self._make_first):
                 self._calls.popleft()
 
     def _make_first(self, client: MlflowClient) -> None:
@@ -537,12 +517,7 @@ class Ledger:
             found = client.get_experiment_by_name(self.experiment)
             if found is None:
                 place = Path(self.artifacts).absolute().as_uri() if self.artifacts else None
-                try:
-                    client.create_experiment(self.experiment, artifact_location=place)
-                except Exception:  # has another start made it in this moment?
-                    if client.get_experiment_by_name(self.experiment) is None:
-                        raise
-                found = client.get_experiment_by_name(self.experiment)
+                found = client.get_experiment(client.create_experiment(self.experiment, artifact_location=place))
             elif found.lifecycle_stage == "deleted":
                 client.restore_experiment(found.experiment_id)
             self.experiment_id = found.experiment_id
@@ -579,23 +554,15 @@ def _done_within(seconds: float | None, work: Callable[[], None]) -> bool:
     return not thread.is_alive()
 
 
-def _add_missing(client: MlflowClient, run_id: str | None, history: Iterable[Mapping[str, float]]) -> None:
+def _add(client: MlflowClient, run_id: str | None, history: Iterable[Mapping[str, float]]) -> None:
     points = [
         (key, float(value), int(entry["time_ms"]), int(entry["step"]))
         for entry in history
         for key, value in entry.items()
         if key not in ("step", "time_ms")
     ]
-    keys = {key for key, *_ in points}
-    known = {(key, m.timestamp, m.step) for key in keys for m in client.get_metric_history(run_id, key)}
-    missing = [point for point in points if (point[0], *point[2:]) not in known]
-    for start in range(0, len(missing), _METRIC_BATCH):
-        client.log_batch(run_id, metrics=_metrics(missing[start : start + _METRIC_BATCH]))
-
-
-def _add_results(client: MlflowClient, run_id: str | None, results: Mapping[str, float], now_ms: int) -> None:
-    known = client.get_run(run_id).data.metrics
-    client.log_batch(run_id, metrics=_metrics((key, v, now_ms, 0) for key, v in results.items() if key not in known))
+    for start in range(0, len(points), _METRIC_BATCH):
+        client.log_batch(run_id, metrics=_metrics(points[start : start + _METRIC_BATCH]))
 
 
 def _metrics(points: Iterable[tuple[str, float, int, int]]) -> list[Any]:
@@ -622,12 +589,8 @@ def _now_ms() -> int:
 
 # ---- the model registry -----------------------------------------------------------------------------------------
 
-# A model is named <experiment>.<stage>, a version is one finished training. Weights are not copied: a version points to
-# the checkpoint's folder of safetensors files. The aliases, set whenever the `evaluate` node has scored a stage:
-#
-#     candidate   the version that was scored last
-#     champion    moves to the candidate only if that gains more than two standard errors of the paired difference, on
-#                 the same test set (equal digest) and dims (image size, slices, bits); else it stays
+# A model is named <experiment>.<stage>, a version is one finished training and points to its checkpoint's folder. The
+# version that `evaluate` scored last is the candidate; `judge` says when it becomes the champion.
 
 
 @dataclass(frozen=True)
@@ -638,6 +601,7 @@ class StageModel:
     checkpoint: str  # folder with config.json, model.safetensors, ema.safetensors: local path or URI
     attempt: str  # of the train node: the same training is registered once
     bits_per_dim: float  # the stage's part, on all test images
+    standard_error: float  # over them
     test_set: str  # digest of the test images' shards
     dims: str  # which dims of an image were scored, in words that are equal only for equal dims
     scores: str  # file with the bits/dim of each test image in a column named as the stage: local path or URI
@@ -698,7 +662,8 @@ def attempts_with_alias(uri: str, *, experiment: str) -> set[str]:
 
 
 def judge(model: StageModel, champion: dict[str, str] | None) -> tuple[bool, str]:
-    """Whether a model becomes the champion, and why. champion: the tags of the one that is; None: there is no other."""
+    """Whether a model becomes the champion, and why: for a gain of more than two standard errors of the paired
+    difference, on the same test set and dims. champion: the tags of the one that is; None: there is no other."""
     if champion is None:
         return True, "champion: no other version holds the title"
     for key, own in ((TEST_SET, model.test_set), (DIMS, model.dims)):
@@ -734,12 +699,9 @@ def paired_difference(first: pa.Table, second: pa.Table, part: str) -> tuple[flo
 def _card(run: Any, model: StageModel, place: str) -> str:
     """Description of a version, in Markdown. place: what downloads its files."""
     data = ", ".join(f"{each.dataset.name} ({each.dataset.digest})" for each in run.inputs.dataset_inputs)
-    error = ""
-    with contextlib.suppress(OSError, ValueError, KeyError):  # scores that are gone since
-        bits = read_scores(model.scores).column(model.stage).to_numpy()
-        error = f" ± {bits.std(ddof=1) / math.sqrt(len(bits)):.4f} (standard error over {len(bits)} test images)"
+    bits = f"{model.bits_per_dim:.4f} ± {model.standard_error:.4f}"
     return f"""\
-Stage {model.stage} of a Subscale Pixel Network ({model.dims}): {model.bits_per_dim:.4f}{error} bits/dim, exact.
+Stage {model.stage} of a Subscale Pixel Network ({model.dims}): {bits} bits/dim, exact, on the test images.
 Trained and validated on {data}.
 
     import pathlib, mlflow, spn.checkpoint, spn.evaluation

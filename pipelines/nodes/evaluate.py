@@ -376,6 +376,7 @@ def _tell_train_runs(
             checkpoint=checkpoint_uri(output),
             attempt=output.attempt,
             bits_per_dim=part["bits_per_dim"],
+            standard_error=part["standard_error"],
             test_set=test_set,
             scores=join(context.out, PER_IMAGE),
             dims=dims + (" without slice (0, 0)" if first_given(stage, configs) else ""),

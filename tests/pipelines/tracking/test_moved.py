@@ -37,7 +37,7 @@ def record(folder: Path, *, attempt: str) -> Ledger:
         run.log_text(attempt, "note.txt")
         run.log_image(np.zeros((4, 4, 3), np.uint8), key="samples")
         run.register_model(
-            StageModel("size_upscale", str(checkpoint), attempt, bits, "test", "16px", f"{scores}/per_image.parquet")
+            StageModel("size_upscale", str(checkpoint), attempt, bits, 0, "test", "16px", f"{scores}/per_image.parquet")
         )
     return ledger  # not closed: as if it had been killed
 

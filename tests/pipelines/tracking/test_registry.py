@@ -22,6 +22,7 @@ FIRST = StageModel(
     checkpoint="s3://key:secret@bucket/runs/step-00000010?session_token=secret",
     attempt="1",
     bits_per_dim=0.5,
+    standard_error=0.1443,
     test_set="aaaa",
     dims="64px S=2 bits 0+3",
     scores="/nowhere/e1/per_image.parquet",
@@ -135,7 +136,7 @@ def test_a_champion_is_fetched_as_the_page_says(
         scores = scored(tmp_path, "e", [0.25, 0.5, 0.75], stage="fetched")
         run.register_model(dataclasses.replace(FIRST, stage="fetched", checkpoint=str(checkpoint), scores=scores))
     card = tracking.make_client(ledger.uri).get_model_version("demo.fetched", "1").description
-    assert "64px S=2 bits 0+3" in card and "0.5000 ± 0.1443 (standard error over 3 test images)" in card
+    assert "64px S=2 bits 0+3" in card and "0.5000 ± 0.1443 bits/dim" in card
     assert 'download_artifacts("models:/demo.fetched/1")' in card
     info = get_model_info(str(checkpoint))  # what MLflow itself reads there
     assert info.signature.inputs.inputs[0].shape == (-1, 3, 64, 64)

@@ -173,7 +173,7 @@ def test_everything_is_recorded_behind_a_login(
     for bits in (1.5, 1.4):
         pq.write_table(pa.table({"key": ["x", "y"], "a": [bits] * 2}), tmp_path / f"{bits}.parquet")
     scores = str(tmp_path / "1.5.parquet")
-    model = StageModel("a", str(tmp_path / "step-00000003"), "1", 1.5, "digest", "dims", scores)
+    model = StageModel("a", str(tmp_path / "step-00000003"), "1", 1.5, 0.1, "digest", "dims", scores)
     better = {"bits_per_dim": 1.4, "scores": str(tmp_path / "1.4.parquet")}
     with handle.open() as run:
         run.log_image(np.zeros((4, 4, 3), np.uint8), key="samples", step=3)
