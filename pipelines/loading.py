@@ -1,7 +1,7 @@
 """Load and print configurations: defaults < file (all stages < a kind of stage < one stage) < command line (likewise).
 
 Each layer is merged into typed dataclasses by OmegaConf, which only this file imports. The sections per stage and per
-node are resolved here, once. Settings of text are taken as they are written, not as YAML reads them: 1.10, no, a #1.
+node are resolved here, once. On the command line text is taken as it is written: 1.10, no, a #1; YAML needs quotes.
 A mistake is one line: what, where it was set, and the nearest valid name.
 """
 
@@ -121,23 +121,11 @@ def _read(path: Path, shown: str) -> DictConfig:
     if not isinstance(read, DictConfig):
         raise UserError(f"cannot read {shown}: it must be a mapping of keys to values")
     read = typing.cast(DictConfig, OmegaConf.merge({"name": path.stem}, read))
-    for key, text in _texts(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)):
-        OmegaConf.update(read, key, text)
     if path.name == "config.yaml" and (path.parent / "nodes").is_dir():  # a run folder's, which may have moved
         if path.parent.name != read.name:
             raise UserError(f"{path.parent} is a run folder of config {read.name!r}: its last part must be that name")
         read.storage = str(path.parent.parent)
     return read
-
-
-def _texts(node: yaml.Node | None, key: str = "") -> Iterator[tuple[str, str]]:
-    """(key, value as it is written) of what a YAML file says for settings of text."""
-    kind = _kind(key)
-    if isinstance(node, yaml.MappingNode) and (_is_section(kind) or typing.get_origin(kind) is dict):
-        for name, value in node.value:
-            yield from _texts(value, _join(key, name.value))
-    elif isinstance(node, yaml.ScalarNode) and kind in _TEXT and not node.tag.endswith(":null"):
-        yield key, node.value
 
 
 def _parse(override: str) -> DictConfig:
@@ -157,16 +145,16 @@ def _parse(override: str) -> DictConfig:
 
 
 def _at_fault(message: str, file: DictConfig, layers: Sequence[DictConfig], overrides: Sequence[str]) -> str | None:
-    """The last override without which there would be no mistake, or else another one; None: it is in the file."""
-    without = {}
+    """The last override without which there would be no mistake, or another one; None: it is in the file."""
     for override in reversed(overrides):
         kept = [layer for layer, other in zip(layers, overrides, strict=True) if key_of(other) != key_of(override)]
         try:
             _build(file, kept)
-            return override
         except _Mistake as mistake:
-            without[override] = str(mistake)
-    return next((override for override, other in without.items() if other != message), None)
+            if str(mistake) == message:
+                continue
+        return override
+    return None
 
 
 # ---- from layers to a config ------------------------------------------------------------------------------------
@@ -305,6 +293,8 @@ def _check(given: Any, kind: Any, path: str = "") -> None:
     elif outer is list:
         if not isinstance(given, list) or any(isinstance(item, list | dict) for item in given):
             raise _Mistake(f"{path} must be a flat list, e.g. {path}=[...]")
+    elif kind in _TEXT and not isinstance(given, str | None):
+        raise _Mistake(f"{path} is {given!r} in YAML; text that looks like something else needs quotes")
     elif isinstance(given, str) and given.strip() in ("", "???"):  # an unset variable of the shell, or OmegaConf's mark
         raise _Mistake(f"{path} is empty; it needs a value, or null where that is allowed")
 
@@ -330,11 +320,9 @@ def _nearest_key(path: str, here: Iterable[str]) -> str:
     """
     prefix, _, leaf = path.rpartition(".")
     elsewhere = [key for key in _all_keys(ExperimentConfig) if key.rpartition(".")[2] == leaf]
-    if elsewhere and not prefix:
-        return f"nearest: {' or '.join(elsewhere)}"
-    if close := difflib.get_close_matches(leaf, here, n=1, cutoff=0.6):
-        return f"nearest: {_join(prefix, close[0])}"
-    return f"nearest: {' or '.join(elsewhere)}" if elsewhere else f"valid: {', '.join(here)}"
+    close = [_join(prefix, key) for key in difflib.get_close_matches(leaf, here, n=1, cutoff=0.6)]
+    found = (close or elsewhere) if prefix else (elsewhere or close)
+    return f"nearest: {' or '.join(found)}" if found else f"valid: {', '.join(here)}"
 
 
 def _all_keys(cls: type, prefix: str = "") -> Iterator[str]:

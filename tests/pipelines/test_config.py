@@ -195,14 +195,14 @@ def test_text_on_the_command_line_is_taken_as_it_is(tmp_path: Path) -> None:
     assert load("debug", ["data.root=null"]).data.root is None
 
 
-def test_text_in_a_file_is_taken_as_it_is_written(tmp_path: Path) -> None:
-    for text in ("2023_10_05", "1.10", "no", "1e3", "007", "2023-10-05", "1_000"):
-        file = written(tmp_path, ("data:", f"name: {text}\ndata:\n  root: {text}"))
-        config = load(file, ["stages=[size_upscale]", "bits=[8]"])
+def test_text_in_a_file_needs_quotes_where_yaml_reads_something_else(tmp_path: Path) -> None:
+    for text, shown in (("2023_10_05", "20231005"), ("1.10", "1.1"), ("no", "False")):
+        file = written(tmp_path, ("data:", f"name: '{text}'\ndata:\n  root: '{text}'"))
+        config = load(file)
         assert (config.name, config.data.root) == (text, text)
         assert yaml.safe_load(to_yaml(config))["name"] == text, "others read the run folder's file too"
-    config = load(written(tmp_path, ("train:", "per_stage: {first_slice: {train: {init_from: 1.10}}}\ntrain:")))
-    assert config.per_stage["first_slice"].train.init_from == "1.10"
+        file = written(tmp_path, ("train:", f"per_stage: {{first_slice: {{train: {{init_from: {text}}}}}}}\ntrain:"))
+        assert error_of(file).startswith(f"per_stage.first_slice.train.init_from is {shown} in YAML; text that looks")
 
 
 def test_an_interpolation_may_wait_for_the_command_line(tmp_path: Path) -> None:
