@@ -17,7 +17,7 @@ from matplotlib.figure import Figure  # noqa: E402
 
 from data_prep.files import join, open_store
 from data_prep.parquet import Manifest, open_dataset
-from pipelines.config import ReportNodeConfig, stage_kind
+from pipelines.config import ReportNodeConfig
 from pipelines.dag.masking import mask_uris
 from pipelines.dag.node import NodeContext, NodeResult
 
@@ -36,12 +36,6 @@ th:first-child,td:first-child{text-align:left}tr.total td{font-weight:600;border
 img.pixels{image-rendering:pixelated;max-width:100%}img{max-width:100%}
 pre{background:#f4f6f8;padding:1rem;overflow-x:auto;font-size:.85rem}
 """
-PARTS = {
-    "baseline": "whole image, decoder alone",
-    "first_slice": "slice (0, 0)",
-    "size_upscale": "all other slices",
-    "depth_upscale": "less significant bits",
-}
 
 
 def run(context: NodeContext[ReportNodeConfig]) -> NodeResult:
@@ -81,12 +75,7 @@ def _read(context: NodeContext[ReportNodeConfig], node: str, name: str) -> bytes
 
 
 def _bits_section(results: Results, stages: Sequence[str]) -> str:
-    rows = ""
-    for stage in stages:
-        label = PARTS[stage_kind(stage)]
-        if stage == "size_upscale" and "first_slice" not in stages:
-            label = "all slices"
-        rows += _row(f"{escape(stage)} <span class=muted>({label})</span>", results["stages"][stage])
+    rows = "".join(_row(escape(stage), results["stages"][stage]) for stage in stages)
     rows += _row("total", results["total"], css=" class=total")
     bits, size = results["generated_bits"], results["image_size"]
     notes = [
