@@ -79,7 +79,7 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
             holder = None if delete else Lock(store).holder()
             plan = planning.plan(nodes, store, sources=pipeline.SOURCES)
             if found := status.find_garbage(plan, holder=holder):  # else there is no need to ask MLflow
-                uri, _ = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
+                uri = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
                 named = tracking.attempts_with_alias(uri, experiment=config.name)
                 found = status.find_garbage(plan, holder=holder, named=named)
         print("\n".join([f"run folder: {store.uri}", *(each.line for each in found)]))

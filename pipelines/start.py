@@ -72,14 +72,14 @@ def start(
             print(f"in use by {described(holder)}")
         print("\n".join(plan.lines()), flush=True)
         return DONE
-    session = _connect(config) if _runs(plan) else cluster.NONE
+    session = _session(config, plan)
     try:
         running.refuse(plan.decisions, session.capacity)
         with locked(lock):
             with reading(store):
                 plan = make_plan()  # as it is now that nobody else writes
-            if _runs(plan) and session is cluster.NONE:
-                session = _connect(config)
+            if session is cluster.NONE:
+                session = _session(config, plan)
             running.refuse(plan.decisions, session.capacity)
             if images is None:  # the run folder's config stays that of its pipeline
                 store.write_text(MARKER, mask_uris(to_yaml(config)))
@@ -94,18 +94,16 @@ def start(
         cluster.disconnect()
 
 
-def _runs(plan: planning.Plan) -> bool:
-    return any(decision.action in (planning.RUN, planning.WAIT) for decision in plan.decisions)
-
-
-def _connect(config: ExperimentConfig) -> cluster.ClusterInfo:
+def _session(config: ExperimentConfig, plan: planning.Plan) -> cluster.ClusterInfo:
+    if all(decision.action not in (planning.RUN, planning.WAIT) for decision in plan.decisions):
+        return cluster.NONE
     return cluster.connect(num_cpus=config.resources.num_cpus, num_gpus=config.resources.num_gpus)
 
 
 def _ledger(config: ExperimentConfig, store: Store, overrides: Sequence[str]) -> tracking.Ledger:
     """With the run of this launch, which is named by the config and by what was changed of it."""
-    uri, artifacts = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
-    ledger = tracking.Ledger(uri, experiment=config.name, run_folder=store.uri, artifacts=artifacts)
+    uri = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
+    ledger = tracking.Ledger(uri, experiment=config.name, run_folder=store.uri)
     changed = [word for word in overrides if not word.startswith(("storage=", "tracking.", "resources."))]
     ledger.start_pipeline(
         tags={
@@ -114,7 +112,7 @@ def _ledger(config: ExperimentConfig, store: Store, overrides: Sequence[str]) ->
             tracking.NAME: " ".join([config.name, *changed])[:250],  # longer names are refused by some databases
         },
         params=dict(word.split("=", 1) for word in changed),  # the nodes' runs have their sections of the config
-        files={"config.yaml": to_yaml(config)},
+        config=to_yaml(config),
     )
     return ledger
 

@@ -1,9 +1,8 @@
 """MLflow, where people see what was run and compare it. The only file that imports mlflow.
 
 MLflow mirrors what storage holds, and it never holds up the work. Metrics go through MLflow's own asynchronous queue;
-every other call takes as long as MLflow's HTTP retries allow, half a minute at most. A server that fails costs one
-warning, and nobody calls it for a minute. What it missed is sent at the end of the node: metrics from the node's
-recorded history, and a run that could not be opened is opened then. Pictures, texts and models are not sent again.
+every other call takes half a minute at most. A server that fails costs one warning, and nobody calls it for a minute.
+At the end of the node it gets the runs and metrics that it missed; pictures, texts and models are not sent again.
 
 The driver opens and ends runs through its `Ledger`; tasks and train workers get a picklable `RunHandle` and log through
 the `NodeRun` that it opens.
@@ -24,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -43,13 +42,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _QUEUE_LOG = logging.getLogger("mlflow.utils.async_logging.async_logging_queue")
 
-UI = "http://127.0.0.1:5000"  # where `make ui` and `ui_command` show a SQLite file
+UI = "http://127.0.0.1:5000"  # where `make ui` and the command of `RunHandle.links` show a SQLite file
 PARENT_TAG, NAME, NOTE = "mlflow.parentRunId", "mlflow.runName", "mlflow.note.content"
-COMMIT = "mlflow.source.git.commit"
 _PARENT = "pipeline"  # tag `node` of the parent run
 # A server's login, as MLflow itself reads it.
-_USER, _PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
-LOGIN = (_USER, _PASSWORD, "MLFLOW_TRACKING_TOKEN")
+LOGIN = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 # Unless the user has set them; MLflow reads them on use. Its own defaults would wait for hours.
 _SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -62,37 +59,29 @@ LOCKED_SEC = 2.0  # longest wait for a SQLite file that another process has lock
 CLOSE_SEC = 20.0  # longest wait for the metrics in MLflow's queue when a run is closed
 KILLED_SEC = 1.0  # longest wait of a launch that was stopped: Ray kills a stopped job 3 s after SIGTERM
 _PARAM_CHARS, _TAG_CHARS, _METRIC_BATCH = 500, 5000, 1000  # MLflow's limits
-
 _ARTIFACTS = "mlartifacts"  # folder of artifacts beside a SQLite file: MLflow's default is the working directory
 
-# Names in the model registry: aliases, tags of a version.
+# Aliases in the model registry.
 CANDIDATE, CHAMPION = "candidate", "champion"
-SCORE, TEST_SET, DIMS = "test_bits_per_dim", "test_set", "scored_dims"
-ATTEMPT, CHECKPOINT, VERDICT, SCORES = "attempt", "checkpoint", "champion_rule", "scores"
 
 _Call = Callable[["MlflowClient"], object]
 
 
-def default_uri(store: Store, *, name: str, configured: str | None = None) -> tuple[str, str | None]:
-    """Tracking URI and artifact place for a run folder.
+def default_uri(store: Store, *, name: str, configured: str | None = None) -> str:
+    """Tracking URI for a run folder.
 
     In this order: the configured server, $MLFLOW_TRACKING_URI, a SQLite file in the run folder. SQLite needs a local
-    disk, so for a run folder on an object store it lies in ~/spn_runs/<name>. A server's URI is returned without its
-    login, which moves to the environment variables that MLflow has for it.
+    disk, so for a run folder on an object store it lies in ~/spn_runs/<name>. Raises UserError for a server's URI that
+    holds a login: whatever names the server would show it.
     """
     given = configured or os.environ.get("MLFLOW_TRACKING_URI") or ""
     file = _sqlite_file(given) if given else (store.local() or Path.home() / "spn_runs" / name) / "mlflow.db"
     if file is None:
-        return _take_login(given), None
-    file = file.absolute()  # workers have another working directory
-    place = str(file).replace("%", "%25").replace("?", "%3F")  # it is decoded; options follow a "?"
-    return f"sqlite:///{place}", str(file.parent / _ARTIFACTS)
-
-
-def ui_command(uri: str) -> str:
-    """The command that opens the MLflow UI on this machine."""
-    python, store = shlex.quote(sys.executable), shlex.quote(uri)
-    return f"{python} -m mlflow ui --backend-store-uri {store} --host 127.0.0.1 --port 5000"
+        if _is_server(given) and "@" in urlsplit(given).netloc:
+            raise UserError(f"the address {mask(given)} holds a login; set {LOGIN[0]} and {LOGIN[1]} instead")
+        return given
+    place = str(file.absolute())  # workers have another working directory
+    return "sqlite:///" + place.replace("%", "%25").replace("?", "%3F")  # it is decoded; options follow a "?"
 
 
 def _page(uri: str, page: str) -> str:
@@ -109,34 +98,19 @@ def _sqlite_file(uri: str) -> Path | None:
     return Path(unquote(uri.removeprefix("sqlite:///"))) if uri.startswith("sqlite:///") else None
 
 
-def _take_login(uri: str) -> str:
-    """The server's URI without user:password, which go to this process's environment. Other URIs stay as they are."""
-    host = urlsplit(uri).netloc if _is_server(uri) else ""
-    login, at, bare = host.rpartition("@")
-    if not at:
-        return uri
-    user, _, password = login.partition(":")
-    os.environ.update({_USER: unquote(user), _PASSWORD: unquote(password)})
-    return uri.replace(host, bare, 1)
-
-
 def make_client(uri: str) -> MlflowClient:
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     from mlflow.tracking import MlflowClient
-
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # likewise: it prints whole tracebacks
-    logging.getLogger("mlflow.system_metrics").setLevel(logging.CRITICAL)  # one warning is enough: `_Server.failed`
-    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
-    file = _sqlite_file(uri)
     from mlflow.utils.file_utils import ExclusiveFileLock
 
-    # A new database gets its tables here, from one process.
-    with ExclusiveFileLock(str(file.with_suffix(".lock"))) if file else contextlib.nullcontext():
+    for name in ("alembic", "mlflow.store.db.utils", "mlflow.system_metrics", "urllib3.connectionpool"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # `_Server.failed` warns once
+    if (file := _sqlite_file(uri)) is None:
+        return MlflowClient(tracking_uri=uri)
+    with ExclusiveFileLock(str(file.with_suffix(".lock"))):  # one process makes the tables of a new database
         client = MlflowClient(tracking_uri=uri)
-        if file:
-            _follow_move(file.absolute())
+        _follow_move(file.absolute())
         return client
 
 
@@ -232,13 +206,10 @@ class RunHandle:
     its dashboard, and this to nobody.
     """
 
-    uri: str = ""
+    uri: str = field(default="", repr=False)  # a database's may hold its password
     run_id: str | None = None
     experiment_id: str | None = None
-    login: Mapping[str, str] = field(default_factory=dict, compare=False)  # environment variables
-
-    def __repr__(self) -> str:
-        return f"RunHandle({mask(self.uri)!r}, {self.run_id!r})"
+    login: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)  # environment variables
 
     def open(self) -> NodeRun:
         """The run, to log to. Close it, or use it in a `with` block."""
@@ -257,12 +228,13 @@ class RunHandle:
     def links(self) -> dict[str, str]:
         """{what: where it is in the UI}: this run, charts that compare the bits/dim of the stages, over all launches of
         the experiment; for a SQLite file first the command that starts the UI."""
-        links = {} if _is_server(self.uri) else {"MLflow": ui_command(self.uri)}
+        serve = f"-m mlflow ui --backend-store-uri {shlex.quote(self.uri)} --host 127.0.0.1 --port 5000"
+        links = {} if _is_server(self.uri) else {"MLflow": f"{shlex.quote(sys.executable)} {serve}"}
         curves = f"experiments/{self.experiment_id}/runs?viewStateShareKey=stages&compareRunsMode=CHART"
         return links | {"run": self.link(self.run_id), "curves": _page(self.uri, curves)} if self.run_id else links
 
 
-class NodeRun:
+class NodeRun(contextlib.AbstractContextManager["NodeRun"]):
     """Logs to one run. No call raises, and none but `close` waits for metrics that are on their way."""
 
     def __init__(self, handle: RunHandle) -> None:
@@ -270,21 +242,14 @@ class NodeRun:
         self._sent: deque[Any] = deque(maxlen=100)  # MLflow's handles of the newest batches of metrics
         self._monitor: Any = None
 
-    def __enter__(self) -> NodeRun:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0, *, time_ms: int | None = None) -> None:
         """time_ms: when they were measured, since 1970; None: now."""
-        points = [(key, float(value), time_ms or _now_ms(), step) for key, value in metrics.items()]
-
-        def send(client: MlflowClient) -> None:
-            _QUEUE_LOG.addFilter(self._is_foreign)
-            self._sent.append(client.log_batch(self.handle.run_id, metrics=_metrics(points), synchronous=False))
-
-        self._send(send)
+        run_id, points = self.handle.run_id, [{**metrics, "step": step, "time_ms": time_ms or _now_ms()}]
+        _QUEUE_LOG.addFilter(self._is_foreign)
+        self._send(lambda client: self._sent.append(client.log_batch(run_id, _metrics(points), synchronous=False)))
 
     def log_history(self, history: Iterable[Mapping[str, float]]) -> None:
         """Entries {"step": ..., "time_ms": ..., metric: value}; MLflow adds the points that the run does not have."""
@@ -311,8 +276,8 @@ class NodeRun:
                 source=json.dumps({"uri": plain_uri(dataset.uri)}),
                 profile=json.dumps({"num_rows": dataset.num_images(split), "bits": bits}),
             )
-            tagged = DatasetInput(entity, [InputTag("mlflow.data.context", context)])
-            client.log_inputs(self.handle.run_id, datasets=[tagged])
+            tags = [InputTag("mlflow.data.context", context)]
+            client.log_inputs(self.handle.run_id, datasets=[DatasetInput(entity, tags)])
 
         self._send(send)
 
@@ -324,10 +289,8 @@ class NodeRun:
         self._send(lambda client: client.log_batch(self.handle.run_id, tags=_tags(tags)))
 
     def watch_machine(self, *, name: str = "") -> None:
-        """Until the run is closed: CPU, memory, disk, network and GPUs of this machine as system/<metric>.
-
-        name: of the machine, as system/<name>/.... MLflow's monitor stops for good when the server does not answer.
-        """
+        """Logs this machine's load as system/<metric>, or system/<name>/<metric>, until the run is closed. MLflow's
+        monitor stops for good when the server does not answer."""
 
         def start(client: MlflowClient) -> None:
             from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
@@ -356,7 +319,7 @@ class NodeRun:
         """MLflow's queue drops a batch that it cannot send, and its only sign that does not block is an error in its
         log. A filter of this log: for batches of this run, a warning per server and a pause take that error's place."""
         text = record.getMessage()
-        if str(self.handle.run_id) not in text:
+        if f"Run Id {self.handle.run_id}:" not in text:
             return True
         _server(self.handle.uri).failed(text.partition("Exception: ")[2] or text, pause=True)
         return False
@@ -370,21 +333,15 @@ class Ledger:
     """One parent run per launch of the pipeline, one child run per node. Without a URI it records nothing.
 
     No call raises. What the server misses is kept in its order, with its times, and sent with the next call that the
-    server answers, `close` at the latest. A run that the server opened without being able to say so is opened twice;
-    the next launch marks the first one as KILLED.
+    server answers, `close` at the latest.
     """
 
-    def __init__(
-        self, uri: str = "", *, experiment: str = "", run_folder: str = "", artifacts: str | None = None
-    ) -> None:
-        """artifacts: absolute place of the experiment's artifacts; None leaves it to the server."""
-        self.uri, self.run_folder = uri, mask_uris(run_folder).replace("'", "")
-        self.experiment, self.artifacts = experiment, artifacts
+    def __init__(self, uri: str = "", *, experiment: str = "", run_folder: str = "") -> None:
+        self.uri, self.experiment, self.run_folder = uri, experiment, mask_uris(run_folder).replace("'", "")
         self.experiment_id: str | None = None
         self._ids: dict[str, str | None] = {_PARENT: None}  # runs of this launch by node; None: not opened yet
         self._calls: deque[_Call] = deque()
-        file = _sqlite_file(uri)
-        if file:
+        if file := _sqlite_file(uri):
             with contextlib.suppress(OSError):  # the first call will say so
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.touch()
@@ -393,31 +350,26 @@ class Ledger:
     def parent(self) -> RunHandle:
         return RunHandle(self.uri, self._ids[_PARENT], self.experiment_id)
 
-    @property
-    def parent_id(self) -> str | None:
-        return self.parent.run_id
+    def start_pipeline(self, *, tags: Mapping[str, str], params: Mapping[str, Any], config: str) -> None:
+        """Opens the parent run. Runs of this run folder that are RUNNING become KILLED: the caller holds the folder's
+        lock, so their driver is gone. config: text of its config.yaml."""
+        query = f"attributes.status = 'RUNNING' and tags.run_folder = '{self.run_folder}'"
 
-    def start_pipeline(self, *, tags: Mapping[str, str], params: Mapping[str, Any], files: Mapping[str, str]) -> None:
-        """Closes the runs that a killed driver left open, then opens the parent run. files: {name: text} artifacts."""
-        self.reconcile()
+        def close_abandoned(client: MlflowClient) -> None:
+            for run in client.search_runs([self.experiment_id], query, max_results=1000):
+                client.set_terminated(run.info.run_id, "KILLED")
+
+        self._send(close_abandoned)
         self._open(_PARENT, tags, params)
-
-        def log_files(client: MlflowClient) -> None:
-            for name, text in files.items():
-                client.log_text(self.parent_id, mask(text), name)
-
-        self._send(log_files)
+        self._send(lambda client: client.log_text(self._ids[_PARENT], mask(config), "config.yaml"))
 
     def start_node(
         self, node: str, *, tags: Mapping[str, str], params: Any, continue_id: str | None = None
     ) -> RunHandle:
-        """The node's child run; a node that this launch starts once more continues its run.
-
-        continue_id: the run of an earlier launch, whose unfinished attempt continues.
-        """
+        """The node's child run. A retry continues it, as it continues `continue_id`, the run of an earlier launch."""
         self._ids.setdefault(node, continue_id)
         self._open(node, tags, params)
-        login = {name: os.environ[name] for name in LOGIN if name in os.environ} if _is_server(self.uri) else {}
+        login = {name: os.environ[name] for name in LOGIN if name in os.environ}
         return RunHandle(self.uri, self._ids[node], self.experiment_id, login)
 
     def reuse_node(self, node: str, *, tags: Mapping[str, str], reused_run: str | None) -> None:
@@ -434,10 +386,7 @@ class Ledger:
         history: Sequence[Mapping[str, float]] = (),
     ) -> str | None:
         """Ends the run of a node, if this launch opened one, with its recorded history (`NodeRun.log_history`) and the
-        results that are in no curve.
-
-        status: FINISHED, FAILED or KILLED, which is sent by `close`. Returns the run's id if MLflow has it.
-        """
+        results that are in no curve. Returns its id if MLflow has it. KILLED is sent by `close`."""
         if node not in self._ids:
             return None
         now, curves = _now_ms(), {key for entry in history for key in entry}
@@ -455,7 +404,7 @@ class Ledger:
     def close(self, status: str) -> None:
         """Ends the parent run; asks the server once more, whatever happened before.
 
-        KILLED: waits KILLED_SEC at most; runs that are open after that, the next launch closes (`reconcile`).
+        KILLED: waits KILLED_SEC at most; runs that are open after that, the next launch closes (`start_pipeline`).
         """
         _server(self.uri).paused_until = 0.0
         end = functools.partial(self._end, _PARENT, status, _now_ms())
@@ -463,19 +412,6 @@ class Ledger:
 
     def _end(self, name: str, status: str, now_ms: int, client: MlflowClient) -> None:
         client.set_terminated(self._ids[name], status, now_ms)
-
-    def reconcile(self) -> None:
-        """Marks runs of this run folder that are still RUNNING as KILLED: their driver is gone.
-
-        Call it only while holding the run folder's lock, before this launch has opened runs of its own.
-        """
-        query = f"attributes.status = 'RUNNING' and tags.run_folder = '{self.run_folder}'"
-
-        def close_them(client: MlflowClient) -> None:
-            for run in client.search_runs([self.experiment_id], query, max_results=1000):
-                client.set_terminated(run.info.run_id, "KILLED")
-
-        self._send(close_them)
 
     def _open(self, name: str, tags: Mapping[str, str], params: Any) -> None:
         """Creates the run or, if it exists, makes it RUNNING again under this launch's parent run."""
@@ -485,8 +421,9 @@ class Ledger:
             from mlflow.tracking.context import git_context, registry
 
             context = registry.resolve_tags(ignore=[git_context.GitRunContext])  # user, source
-            parent = {PARENT_TAG: self.parent_id} if self.parent_id and name != _PARENT else {}
-            own = {NAME: name, COMMIT: tags.get("git_commit", "unknown"), "run_folder": self.run_folder, "node": name}
+            parent = {PARENT_TAG: above} if (above := self._ids[_PARENT]) and name != _PARENT else {}
+            own = {NAME: name, "run_folder": self.run_folder, "node": name}
+            own["mlflow.source.git.commit"] = tags.get("git_commit", "unknown")
             if reused := tags.get("reused_run"):
                 page = f"#/experiments/{self.experiment_id}/runs/{reused}/model-metrics?workflowType=machine_learning"
                 own[NOTE] = f"Up to date: see [the charts of the run that made it]({page})"
@@ -516,7 +453,8 @@ class Ledger:
         if self.experiment_id is None:
             found = client.get_experiment_by_name(self.experiment)
             if found is None:
-                place = Path(self.artifacts).absolute().as_uri() if self.artifacts else None
+                file = _sqlite_file(self.uri)
+                place = (file.parent / _ARTIFACTS).as_uri() if file else None
                 found = client.get_experiment(client.create_experiment(self.experiment, artifact_location=place))
             elif found.lifecycle_stage == "deleted":
                 client.restore_experiment(found.experiment_id)
@@ -555,20 +493,20 @@ def _done_within(seconds: float | None, work: Callable[[], None]) -> bool:
 
 
 def _add(client: MlflowClient, run_id: str | None, history: Iterable[Mapping[str, float]]) -> None:
-    points = [
-        (key, float(value), int(entry["time_ms"]), int(entry["step"]))
+    points = _metrics(history)
+    for start in range(0, len(points), _METRIC_BATCH):
+        client.log_batch(run_id, metrics=points[start : start + _METRIC_BATCH])
+
+
+def _metrics(history: Iterable[Mapping[str, float]]) -> list[Any]:
+    from mlflow.entities import Metric
+
+    return [
+        Metric(key, float(value), int(entry["time_ms"]), int(entry["step"]))
         for entry in history
         for key, value in entry.items()
         if key not in ("step", "time_ms")
     ]
-    for start in range(0, len(points), _METRIC_BATCH):
-        client.log_batch(run_id, metrics=_metrics(points[start : start + _METRIC_BATCH]))
-
-
-def _metrics(points: Iterable[tuple[str, float, int, int]]) -> list[Any]:
-    from mlflow.entities import Metric
-
-    return [Metric(*point) for point in points]
 
 
 def _tags(tags: Mapping[str, str]) -> list[Any]:
@@ -595,53 +533,43 @@ def _now_ms() -> int:
 
 @dataclass(frozen=True)
 class StageModel:
-    """A trained stage and its exact score. Plain values."""
+    """A trained stage and its exact score: the tags of a version."""
 
     stage: str
     checkpoint: str  # folder with config.json, model.safetensors, ema.safetensors: local path or URI
     attempt: str  # of the train node: the same training is registered once
-    bits_per_dim: float  # the stage's part, on all test images
+    test_bits_per_dim: float  # the stage's part, on all test images
     standard_error: float  # over them
     test_set: str  # digest of the test images' shards
-    dims: str  # which dims of an image were scored, in words that are equal only for equal dims
+    scored_dims: str  # which dims of an image were scored, in words that are equal only for equal dims
     scores: str  # file with the bits/dim of each test image in a column named as the stage: local path or URI
 
 
-def register(client: MlflowClient, run_id: str, model: StageModel) -> str:
-    """Registers the network that a run trained, unless it is there, and sets the aliases. Returns the version.
-
-    May be called again after it broke off: nothing is done twice.
-    """
+def register(client: MlflowClient, run_id: str, model: StageModel) -> None:
+    """Registers the network that a run trained, unless it is there, and sets the aliases. May be called again after it
+    broke off: nothing is done twice."""
     run = client.get_run(run_id)
     name = f"{client.get_experiment(run.info.experiment_id).name}.{model.stage}"
     if not client.search_registered_models(filter_string=f"name = '{name}'"):
         client.create_registered_model(name, description=f"Stage {model.stage}: see docs/comparing_stages.md")
     known = client.search_model_versions(f"name = '{name}'")
-    version = next((v.version for v in known if v.tags.get(ATTEMPT) == model.attempt), None)
-    tags = {
-        ATTEMPT: model.attempt,
-        CHECKPOINT: plain_uri(model.checkpoint),
-        SCORE: repr(model.bits_per_dim),
-        TEST_SET: model.test_set,
-        DIMS: model.dims,
-        SCORES: plain_uri(model.scores),
-    }
+    version = next((v.version for v in known if v.tags.get("attempt") == model.attempt), None)
+    tags = {key: plain_uri(str(value)) for key, value in asdict(model).items()}
     source = _source(client, run, model)
     if version is None:
         version = client.create_model_version(name, source, run_id, tags=tags, await_creation_for=0).version
     for key, value in tags.items():
         client.set_model_version_tag(name, version, key, value)
-    place = tags[CHECKPOINT] if source.startswith("runs:/") else f"models:/{name}/{version}"
+    place = tags["checkpoint"] if source.startswith("runs:/") else f"models:/{name}/{version}"
     client.update_model_version(name, version, _card(run, model, place))
     client.set_registered_model_alias(name, CANDIDATE, version)
     holder = client.get_registered_model(name).aliases.get(CHAMPION)
-    tags_of_holder = next((v.tags for v in known if str(v.version) == str(holder)), {ATTEMPT: model.attempt})
-    moves, why = judge(model, None if tags_of_holder.get(ATTEMPT) == model.attempt else tags_of_holder)
-    client.set_model_version_tag(name, version, VERDICT, why)
+    champion = next((v.tags for v in known if str(v.version) == str(holder)), None)
+    moves, why = judge(model, champion)
+    client.set_model_version_tag(name, version, "champion_rule", why)
     print(f"{name}, version {version}: {why}")
     if moves:
         client.set_registered_model_alias(name, CHAMPION, version)
-    return str(version)
 
 
 def attempts_with_alias(uri: str, *, experiment: str) -> set[str]:
@@ -654,23 +582,23 @@ def attempts_with_alias(uri: str, *, experiment: str) -> set[str]:
         models = client.search_registered_models(filter_string=f"name LIKE '{experiment}.%'", max_results=1000)
         named = {(model.name, version) for model in models for version in model.aliases.values()}
         tags = [client.get_model_version(*each).tags for each in named]
-        files = [Path(each.get(SCORES, "").partition("?")[0]) for each in tags]
-        return {*(each.get(ATTEMPT, "") for each in tags), *(file.parent.name for file in files)}
+        files = [Path(each.get("scores", "").partition("?")[0]) for each in tags]
+        return {*(each.get("attempt", "") for each in tags), *(file.parent.name for file in files)}
     except Exception as error:
-        why = next(iter(str(error).splitlines()), "")
+        why = " ".join(str(error).split())[:300]
         raise UserError(f"MLflow at {uri} does not say which model versions have an alias ({why})") from error
 
 
 def judge(model: StageModel, champion: dict[str, str] | None) -> tuple[bool, str]:
     """Whether a model becomes the champion, and why: for a gain of more than two standard errors of the paired
     difference, on the same test set and dims. champion: the tags of the one that is; None: there is no other."""
-    if champion is None:
+    if champion is None or champion.get("attempt") == model.attempt:
         return True, "champion: no other version holds the title"
-    for key, own in ((TEST_SET, model.test_set), (DIMS, model.dims)):
+    for key, own in (("test_set", model.test_set), ("scored_dims", model.scored_dims)):
         if champion.get(key) != own:
             return False, f"not compared: the champion's {key} is {champion.get(key)}, this one's {own}"
     try:
-        theirs, ours = read_scores(champion[SCORES]), read_scores(model.scores)
+        theirs, ours = read_scores(champion["scores"]), read_scores(model.scores)
         gain, error = paired_difference(theirs, ours, model.stage)
     except (OSError, ValueError, KeyError) as problem:
         return False, f"champion stays: the scores per image cannot be compared ({problem}); delete the alias?"
@@ -699,9 +627,9 @@ def paired_difference(first: pa.Table, second: pa.Table, part: str) -> tuple[flo
 def _card(run: Any, model: StageModel, place: str) -> str:
     """Description of a version, in Markdown. place: what downloads its files."""
     data = ", ".join(f"{each.dataset.name} ({each.dataset.digest})" for each in run.inputs.dataset_inputs)
-    bits = f"{model.bits_per_dim:.4f} ± {model.standard_error:.4f}"
+    bits = f"{model.test_bits_per_dim:.4f} ± {model.standard_error:.4f}"
     return f"""\
-Stage {model.stage} of a Subscale Pixel Network ({model.dims}): {bits} bits/dim, exact, on the test images.
+Stage {model.stage} of a Subscale Pixel Network ({model.scored_dims}): {bits} bits/dim, exact, on the test images.
 Trained and validated on {data}.
 
     import pathlib, mlflow, spn.checkpoint, spn.evaluation
@@ -714,8 +642,7 @@ Trained and validated on {data}.
 def _source(client: MlflowClient, run: Any, model: StageModel) -> str:
     """The checkpoint's folder; a server takes a local path only among a run's artifacts, so there a note lies.
 
-    Such a note is the checkpoint's address in a file: weights of gigabytes stay where they are. MLflow looks for the
-    signature in a file MLmodel.
+    Such a note is the checkpoint's address. MLflow looks for the signature in a file MLmodel.
     """
     uri, files = plain_uri(model.checkpoint), {}
     if size := int(run.data.params.get("model.image_size", 0)):
@@ -728,7 +655,7 @@ def _source(client: MlflowClient, run: Any, model: StageModel) -> str:
             if files and not (store := open_store(model.checkpoint)).exists("MLmodel"):
                 store.write_text("MLmodel", files["MLmodel"])
         return uri
-    files["location.json"] = json.dumps({CHECKPOINT: uri}, indent=1)
+    files["location.json"] = json.dumps({"checkpoint": uri}, indent=1)
     for name, text in files.items():
         client.log_text(run.info.run_id, text, f"checkpoint/{name}")
     return f"runs:/{run.info.run_id}/checkpoint"

@@ -375,11 +375,11 @@ def _tell_train_runs(
             stage=stage,
             checkpoint=checkpoint_uri(output),
             attempt=output.attempt,
-            bits_per_dim=part["bits_per_dim"],
+            test_bits_per_dim=part["bits_per_dim"],
             standard_error=part["standard_error"],
             test_set=test_set,
             scores=join(context.out, PER_IMAGE),
-            dims=dims + (" without slice (0, 0)" if first_given(stage, configs) else ""),
+            scored_dims=dims + (" without slice (0, 0)" if first_given(stage, configs) else ""),
         )
         with context.run.at(output.mlflow_run_id).open() as run:
             run.log_metrics({"test/bits_per_dim": part["bits_per_dim"]})

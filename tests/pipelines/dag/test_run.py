@@ -347,11 +347,11 @@ def test_a_start_that_lost_its_lock_stops(store: Store, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_mlflow_has_one_run_for_each_node_and_one_curve_over_two_starts(store: Store, flag: Path) -> None:
     nodes = [node("a", tags={"stage": "first"}), node("b", "count", ["a"], config=Toy(broken=str(flag)))]
-    uri, artifacts = default_uri(store, name="toy")
+    uri = default_uri(store, name="toy")
 
     def started() -> Ledger:
-        ledger = Ledger(uri, experiment="toy", run_folder=store.uri, artifacts=artifacts)
-        ledger.start_pipeline(tags={}, params={}, files={})
+        ledger = Ledger(uri, experiment="toy", run_folder=store.uri)
+        ledger.start_pipeline(tags={}, params={}, config="")
         return ledger
 
     client_runs: dict[str, list[Any]] = {}
@@ -365,8 +365,8 @@ def test_mlflow_has_one_run_for_each_node_and_one_curve_over_two_starts(store: S
         client_runs.setdefault(found.data.tags["node"], []).append(found)
     (curve,) = client_runs["b"]
     assert states(failed)["b"] == "failed" and curve.info.run_id == done.nodes["b"].success.mlflow_run_id
-    assert curve.info.status == "FINISHED" and curve.data.tags[PARENT_TAG] == second.parent_id
-    assert [m.step for m in client.get_metric_history(curve.info.run_id, "step")] == [0, 1, 2]
+    assert curve.info.status == "FINISHED" and curve.data.tags[PARENT_TAG] == second.parent.run_id
+    assert [m.step for m in client.get_metric_history(curve.info.run_id, "curve")] == [0, 1, 2]
     assert curve.data.tags["restarts"] == "1"
     reused, made = sorted(client_runs["a"], key=lambda r: "reused_run" not in r.data.tags)
     assert reused.data.tags["reused_run"] == made.info.run_id == done.nodes["a"].success.mlflow_run_id

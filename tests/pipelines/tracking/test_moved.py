@@ -30,9 +30,9 @@ def record(folder: Path, *, attempt: str) -> Ledger:
     (checkpoint / "config.json").write_text(attempt)
     bits = {"1": 2.0, "2": 1.0}[attempt]
     pq.write_table(pa.table({"key": ["a", "b"], "size_upscale": [bits, bits]}), scores / "per_image.parquet")
-    uri, place = default_uri(open_store(folder), name="debug")
-    ledger = Ledger(uri, experiment="debug", run_folder=str(folder), artifacts=place)
-    ledger.start_pipeline(tags={}, params={}, files={"config.yaml": "name: debug\n"})
+    uri = default_uri(open_store(folder), name="debug")
+    ledger = Ledger(uri, experiment="debug", run_folder=str(folder))
+    ledger.start_pipeline(tags={}, params={}, config="name: debug\n")
     with ledger.start_node("train_size_upscale", tags={}, params={}).open() as run:
         run.log_text(attempt, "note.txt")
         run.log_image(np.zeros((4, 4, 3), np.uint8), key="samples")

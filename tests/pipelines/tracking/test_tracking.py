@@ -25,9 +25,9 @@ import numpy as np
 import pytest
 from pyarrow._fs import _MockFileSystem
 
-from data_prep.files import Store, open_store
+from data_prep.files import Store, UserError, open_store
 from pipelines import tracking
-from pipelines.tracking import LOGIN, PARENT_TAG, Ledger, RunHandle, default_uri, ui_command
+from pipelines.tracking import LOGIN, PARENT_TAG, Ledger, RunHandle, default_uri
 
 SPLITS = ("valid", "train", "test")
 
@@ -47,10 +47,10 @@ def fresh_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make_ledger(place: Path, *, run_folder: str = "/runs/demo", experiment: str = "demo") -> Ledger:
-    uri, artifacts = default_uri(open_store(place), name="demo")
-    ledger = Ledger(uri, experiment=experiment, run_folder=run_folder, artifacts=artifacts)
+    uri = default_uri(open_store(place), name="demo")
+    ledger = Ledger(uri, experiment=experiment, run_folder=run_folder)
     tags = {"git_commit": "abc-dirty", tracking.NAME: "demo seed=1"}
-    ledger.start_pipeline(tags=tags, params={"seed": 1}, files={"config.yaml": "name: demo\n"})
+    ledger.start_pipeline(tags=tags, params={"seed": 1}, config="name: demo\n")
     return ledger
 
 
@@ -71,31 +71,24 @@ def test_the_database_lies_on_a_local_disk(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     local = f"sqlite:///{tmp_path}/mlflow.db"
-    assert default_uri(open_store(tmp_path), name="demo") == (local, f"{tmp_path}/mlartifacts")
+    assert default_uri(open_store(tmp_path), name="demo") == local
     remote = Store("s3://bucket/demo", filesystem=_MockFileSystem(), base="bucket/demo")
-    home = f"{tmp_path}/home/spn_runs/demo"
-    assert default_uri(remote, name="demo") == (f"sqlite:///{home}/mlflow.db", f"{home}/mlartifacts")
+    assert default_uri(remote, name="demo") == f"sqlite:///{tmp_path}/home/spn_runs/demo/mlflow.db"
     odd = open_store(f"{tmp_path}/50%25 a?b#c")
-    place = f"{tmp_path}/50%25 a?b#c/mlartifacts"
-    assert default_uri(odd, name="demo") == (f"sqlite:///{tmp_path}/50%2525 a%3Fb#c/mlflow.db", place)
-    assert "'sqlite:////a b/mlflow.db'" in ui_command("sqlite:////a b/mlflow.db"), "quoted for a shell"
-    assert default_uri(remote, name="demo", configured="http://h:5000") == ("http://h:5000", None)
+    assert default_uri(odd, name="demo") == f"sqlite:///{tmp_path}/50%2525 a%3Fb#c/mlflow.db"
+    assert default_uri(remote, name="demo", configured="http://h:5000") == "http://h:5000"
     monkeypatch.chdir(tmp_path)
-    assert default_uri(remote, name="demo", configured="sqlite:///shared.db") == (
-        f"sqlite:///{tmp_path}/shared.db",
-        f"{tmp_path}/mlartifacts",
-    )
+    assert default_uri(remote, name="demo", configured="sqlite:///shared.db") == f"sqlite:///{tmp_path}/shared.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://env:5000")
-    assert default_uri(remote, name="demo") == ("http://env:5000", None)
+    assert default_uri(remote, name="demo") == "http://env:5000"
 
 
 def test_commands_and_links() -> None:
-    assert ui_command("sqlite:////runs/demo/mlflow.db").startswith(
-        f"{sys.executable} -m mlflow ui --backend-store-uri sqlite:////runs/demo/mlflow.db --host 127.0.0.1"
-    )
     handle = RunHandle("http://h:5000/", "r1", "7")
     assert handle.link("r2") == "http://h:5000/#/experiments/7/runs/r2?workflowType=machine_learning"
-    local = RunHandle("sqlite:////runs/mlflow.db", "r1", "7")
+    local = RunHandle("sqlite:////a b/mlflow.db", "r1", "7")
+    command = f"{sys.executable} -m mlflow ui --backend-store-uri 'sqlite:////a b/mlflow.db' --host 127.0.0.1"
+    assert local.links()["MLflow"].startswith(command), "quoted for a shell"
     assert local.link("r2").startswith("http://127.0.0.1:5000/#/experiments/7/")
     assert list(local.links()) == ["MLflow", "run", "curves"]
     server = handle.links()
@@ -126,19 +119,19 @@ def test_a_node_run_holds_what_was_logged(place: Path) -> None:
     assert found.data.params["model.width"] == "8" and found.data.params["key149"] == "149"
     assert len(found.data.params["long"]) == 500
     assert found.data.tags["node"] == "train_a" and found.data.tags["stage"] == "a"
-    assert found.data.tags[PARENT_TAG] == ledger.parent_id and found.data.tags["more"] == "tag"
+    assert found.data.tags[PARENT_TAG] == ledger.parent.run_id and found.data.tags["more"] == "tag"
     assert history(ledger, handle.run_id, "valid/bits_per_dim") == [(10, 3.5), (20, 3.0)]
     assert history(ledger, handle.run_id, "lr") == [(1, 0.1)], "the result adds no point to a curve"
     assert history(ledger, handle.run_id, "images_seen") == [(0, 100.0)]
     assert {"images", "notes"} <= {f.path for f in client(ledger).list_artifacts(handle.run_id)}
-    parent = client(ledger).get_run(ledger.parent_id)
+    parent = client(ledger).get_run(ledger.parent.run_id)
     assert parent.info.status == "FINISHED" and parent.data.params == {"seed": "1"}
     assert parent.info.run_name == "demo seed=1" and parent.data.tags["node"] == "pipeline"
     for run in (parent, found):
         assert run.info.user_id == run.data.tags["mlflow.user"] == getpass.getuser()
         assert run.data.tags["mlflow.source.name"] == sys.argv[0]
     assert parent.data.tags["mlflow.source.git.commit"] == "abc-dirty"
-    assert [f.path for f in client(ledger).list_artifacts(ledger.parent_id)] == ["config.yaml"]
+    assert [f.path for f in client(ledger).list_artifacts(ledger.parent.run_id)] == ["config.yaml"]
     assert (place / "mlartifacts").is_dir()
 
 
@@ -194,20 +187,20 @@ def test_nothing_secret_reaches_the_records(
 ) -> None:
     secret = "hunter2secret"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", f"{secret}-of-aws")
-    uri, artifacts = default_uri(open_store(place), name="demo")
+    uri = default_uri(open_store(place), name="demo")
     storage = f"s3://me:{secret}@bucket/demo?session_token={secret}"
-    ledger = Ledger(uri, experiment="demo", run_folder=storage, artifacts=artifacts)
+    ledger = Ledger(uri, experiment="demo", run_folder=storage)
     config = {"storage": storage, "note": f"the key is {secret}-of-aws"}
-    ledger.start_pipeline(tags={"where": storage}, params=config, files={"config.yaml": f"storage: {storage}\n"})
+    ledger.start_pipeline(tags={"where": storage}, params=config, config=f"storage: {storage}\n")
     handle = ledger.start_node("train_a", tags={"where": storage}, params=config)
     with handle.open() as run:
         run.set_tags({"more": storage})
         run.log_text(f"{secret}-of-aws", "note.txt")
     ledger.close("FINISHED")
-    ledger.reconcile()
+    Ledger(uri, experiment="demo", run_folder=storage).start_pipeline(tags={}, params={}, config="")
     assert client(ledger).get_run(handle.run_id).info.status == "KILLED", "the masked folder is still one's own"
     recorded = []
-    for run_id in (ledger.parent_id, handle.run_id):
+    for run_id in (ledger.parent.run_id, handle.run_id):
         found = client(ledger).get_run(run_id)
         recorded.append(str(found.to_dictionary()))
         for file in Path(found.info.artifact_uri.removeprefix("file://")).rglob("*.*"):
@@ -215,25 +208,26 @@ def test_nothing_secret_reaches_the_records(
     assert len(recorded) == 4 and "bucket/demo" in recorded[0] and "***" in recorded[1]
     assert secret not in "".join(recorded)
     database = RunHandle(f"postgresql://me:{secret}@127.0.0.1:1/mlflow", "r1")
-    assert secret not in repr(database) and "127.0.0.1" in repr(database)
+    assert secret not in repr(database) and "r1" in repr(database)
     tracking._server(database.uri).failed(f"no answer from {database.uri}", pause=False)
     assert "no answer" in caplog.text and secret not in caplog.text
 
 
-def test_a_servers_login_leaves_its_address_and_travels_unseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in LOGIN:
-        monkeypatch.setenv(name, "")  # so that what is set below goes away again
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://anna:p%40ss-word@h:5000/mlflow")
-    uri, _ = default_uri(open_store(tmp_path), name="demo")
-    assert uri == "https://h:5000/mlflow"
+def test_a_servers_login_stays_out_of_its_address_and_travels_unseen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"\*@h:5000/mlflow holds a login; set MLFLOW_TRACKING_USERNAME and "):
+        default_uri(open_store(tmp_path), name="demo", configured="https://anna:p%40ss-word@h:5000/mlflow")
+    uri, login = "https://h:5000/mlflow", dict(zip(LOGIN, ("anna", "p@ss-word", "token"), strict=True))
+    for name, value in login.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(tracking, "make_client", lambda uri: Refusing())
     handle = pickle.loads(pickle.dumps(Ledger(uri).start_node("a", tags={}, params={}, continue_id="r1")))
     assert "p@ss-word" not in repr(handle) and handle.at("r2").login == handle.login
     for name in LOGIN:
         monkeypatch.delenv(name, raising=False)
     handle.open().close()
-    assert (os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"]) == ("anna", "p@ss-word")
+    assert {name: os.environ[name] for name in LOGIN} == login
 
 
 def test_a_skipped_node_points_to_the_run_it_reuses(place: Path) -> None:
@@ -275,16 +269,16 @@ def test_runs_of_a_killed_driver_are_closed_and_the_unfinished_one_continues(pla
         run.log_metrics({"x": 1.0}, step=1)
     neighbour = make_ledger(place, run_folder="/runs/other")
     ledger = make_ledger(place)
-    status = {run_id: client(ledger).get_run(run_id).info.status for run_id in (handle.run_id, killed.parent_id)}
+    status = {run_id: client(ledger).get_run(run_id).info.status for run_id in (handle.run_id, killed.parent.run_id)}
     assert set(status.values()) == {"KILLED"}
-    assert client(ledger).get_run(neighbour.parent_id).info.status == "RUNNING"
+    assert client(ledger).get_run(neighbour.parent.run_id).info.status == "RUNNING"
     again = ledger.start_node("train_a", tags={"attempt": "1"}, params={"a": 1}, continue_id=handle.run_id)
     with again.open() as run:
         run.log_metrics({"x": 2.0}, step=2)
     retried = ledger.start_node("train_a", tags={"attempt": "1"}, params={"a": 1})
     assert retried.run_id == again.run_id == handle.run_id
     found = client(ledger).get_run(handle.run_id)
-    assert found.info.status == "RUNNING" and found.data.tags[PARENT_TAG] == ledger.parent_id
+    assert found.info.status == "RUNNING" and found.data.tags[PARENT_TAG] == ledger.parent.run_id
     ledger.finish("train_a", "FINISHED")
     assert history(ledger, again.run_id, "x") == [(1, 1.0), (2, 2.0)]
     for left in (ledger, neighbour):
@@ -301,7 +295,7 @@ def test_a_run_that_the_database_does_not_know_is_made_anew(place: Path) -> None
 
 def test_without_mlflow_nothing_is_recorded_and_nothing_fails() -> None:
     ledger = Ledger()
-    ledger.start_pipeline(tags={}, params={}, files={"a": "b"})
+    ledger.start_pipeline(tags={}, params={}, config="b")
     handle = ledger.start_node("a", tags={}, params={})
     with handle.open() as run, handle.at("r7").open() as other:
         for each in (run, other):
@@ -344,7 +338,7 @@ def test_a_server_that_never_answers_is_one_warning_and_holds_up_nothing(
             run.log_metrics({"a": 1.0}, step=step)
         assert time.monotonic() - start < 2
     ledger = Ledger(dead_server, experiment="demo", run_folder="x")
-    ledger.start_pipeline(tags={}, params={}, files={})
+    ledger.start_pipeline(tags={}, params={}, config="")
     node = ledger.start_node("a", tags={}, params={})
     with node.open() as silent, handle.open() as run:
         log_everything(silent)
@@ -398,18 +392,18 @@ def test_a_server_that_is_away_at_the_start_has_everything_in_the_end(
     ledger.finish("b", "FAILED")
     ledger.close("FAILED")
     runs = client(ledger).search_runs([ledger.experiment_id], "tags.run_folder = '/runs/late'")
-    found = {run.info.run_name: run for run in runs if run.info.run_id != left_open.parent_id}
+    found = {run.info.run_name: run for run in runs if run.info.run_id != left_open.parent.run_id}
     status = {"demo seed=1": "FAILED", "a": "FINISHED", "b": "FAILED", "c": "FINISHED"}
     assert len(runs) == 5 and {node: run.info.status for node, run in found.items()} == status
-    assert all(found[node].data.tags[PARENT_TAG] == ledger.parent_id for node in "abc")
+    assert all(found[node].data.tags[PARENT_TAG] == ledger.parent.run_id for node in "abc")
     assert found["a"].data.params == {"x": "1"} and found["a"].data.metrics == {"valid": 3.0, "loss": 0.5, "lr": 0.1}
     assert history(ledger, found["a"].info.run_id, "loss") == [(1, 1.0), (2, 0.5)]
     assert before <= found["a"].info.start_time <= found["a"].info.end_time <= after
     assert found["c"].data.tags["reused_run"] == "run7" and found["demo seed=1"].data.params == {"seed": "1"}
     assert f"experiments/{ledger.experiment_id}/runs/run7" in found["c"].data.tags[tracking.NOTE]
-    assert [f.path for f in client(ledger).list_artifacts(ledger.parent_id)] == ["config.yaml"]
+    assert [f.path for f in client(ledger).list_artifacts(ledger.parent.run_id)] == ["config.yaml"]
     # What an earlier driver left open is closed before runs of this launch are opened, and only that.
-    assert client(ledger).get_run(left_open.parent_id).info.status == "KILLED"
+    assert client(ledger).get_run(left_open.parent.run_id).info.status == "KILLED"
 
 
 def test_a_missing_database_file_is_not_created_by_a_worker(tmp_path: Path) -> None:

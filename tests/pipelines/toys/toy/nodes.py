@@ -100,7 +100,7 @@ def count(context: NodeContext) -> NodeResult:
             file = Path(context.out, f"step{step}.txt")
             if not file.exists():
                 file.write_text(str(context.restarts == 0))
-                run.log_metrics({"step": float(step)}, step=step)
+                run.log_metrics({"curve": float(step)}, step=step)
             if step == 1 and Path(context.config.broken).exists():
                 raise RuntimeError("stopped in the middle")
     return NodeResult({"steps": "."})
