@@ -278,11 +278,12 @@ def _drawing(config: ExperimentConfig, stages: Sequence[str]) -> DrawingConfig:
 
 
 def _on_its_device(config: ExperimentConfig) -> ExperimentConfig:
-    """A CPU draws and scores in float32, and draws by the plain decoder, whatever the config says: there these settings
-    change no fingerprint."""
+    """A CPU draws and scores in float32, whatever the config says, and auto means plain: there these settings change no
+    fingerprint."""
     sample, evaluate = config.sample, config.evaluate
     if not config.resources.per_node["sample"].use_gpu:
-        sample = dataclasses.replace(sample, precision="float32", decoder="plain")
+        decoder = "jacobi" if sample.decoder == "jacobi" else "plain"
+        sample = dataclasses.replace(sample, precision="float32", decoder=decoder)
     if not config.resources.per_node["evaluate"].use_gpu:
         evaluate = dataclasses.replace(evaluate, precision="float32")
     return dataclasses.replace(config, sample=sample, evaluate=evaluate)

@@ -355,6 +355,7 @@ EFFECTIVE = {  # override -> commands on which it has an effect
     ("tracking.num_sample_images=3", "tracking.sample_every_steps=100"): ("", "train_size_upscale"),
     ("sample.seed=3",): ("", "sample"),
     ("sample.precision=float32",): (),  # a CPU has no other
+    ("sample.decoder=jacobi",): ("", "sample"),
 }
 
 
