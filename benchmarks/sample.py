@@ -10,8 +10,8 @@ compiling, recording graphs), once for a batch size, is apart: `setup_sec`. With
 of a stage are drawn and its time is scaled to all of them, since each slice is the same work: `measured_steps` of
 `pixel_steps`.
 
-With --chain the networks are trained ones and each stage goes on from what the one before has drawn: Jacobi iteration
-takes as many passes over a slice (`passes_a_slice`) as the networks are uncertain.
+--chain measures trained networks, each on the images of the one before. `passes_a_slice` is how often Jacobi iteration
+ran the decoder, on average over slices.
 
 floor_sec is the time in which memory could deliver what every pixel step has to read: the decoder's weights, and keys
 and values of the pixels before, for each image (bandwidth: the card's data sheet).
@@ -126,16 +126,14 @@ def measure_chain(models: dict[str, SPN], *, batch: int, precision: str, decoder
         sample_stage(model, blank.double(), given=given, slices=slices, rows=rows, **options)
         _wait(device)
         setup += time.perf_counter() - began
-        iteration = next(
-            (own for own in decoders.values() if isinstance(own, JacobiDecoder) and own.decoder is model.decoder), None
-        )
-        before, began = iteration.num_passes if iteration else 0, time.perf_counter()
+        decode = list(decoders.values())[-1]  # of this stage
+        before, began = decode.num_passes if isinstance(decode, JacobiDecoder) else 0, time.perf_counter()
         drawn = sample_chain({stage: model}, seed=0, images=range(batch), **known, **options)[stage]
         _wait(device)
         stages[stage] = {"sec": time.perf_counter() - began}
-        if iteration is not None:
+        if isinstance(decode, JacobiDecoder):
             num_slices = rows_to_sample([config], num_known_slices=int("slices" in known)) / config.slice_size
-            stages[stage]["passes_a_slice"] = (iteration.num_passes - before) / num_slices
+            stages[stage]["passes_a_slice"] = (decode.num_passes - before) / num_slices
         known = {"slices": drawn[:, None]} if stage == "first_slice" else {"image": drawn}
     seconds = sum(stage["sec"] for stage in stages.values())
     return {

@@ -52,7 +52,7 @@ class JacobiDecoder:
         assert (draws.temperature, draws.top_p) == (self.temperature, self.top_p), "recorded for other draws"
         assert draws.coder is None, "a coder takes one value after the other"
         self.uniform.copy_(draws.uniform)
-        self.values.copy_(draws.guess if draws.guess is not None else torch.zeros_like(self.values))
+        self.values.zero_() if draws.guess is None else self.values.copy_(draws.guess)
         self.is_known.fill_(False)
         if draws.known is not None:
             self.values[:, :, : draws.known_rows] = draws.known
@@ -61,11 +61,12 @@ class JacobiDecoder:
             self.context = context.clone() if self.context is None else self.context.copy_(context)
         if self.on_gpu and self.graph is None:
             self._record()
+        run, at_once = (self._pass, 1) if self.graph is None else (self.graph.replay, PASSES_AT_ONCE)
         self.changed.fill_(True)
         while self.changed.item():
-            for _ in range(PASSES_AT_ONCE if self.graph is not None else 1):
-                self._pass() if self.graph is None else self.graph.replay()
-                self.num_passes += 1
+            for _ in range(at_once):
+                run()
+            self.num_passes += at_once
         if on_row is not None:
             for _ in range(self.values.shape[2]):
                 on_row()

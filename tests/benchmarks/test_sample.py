@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.sample import floor_seconds, measure
+from benchmarks.sample import floor_seconds, measure, measure_chain
 from pipelines.config import stage_model_config
 from pipelines.loading import load
 from spn.model import SPN
@@ -27,6 +27,16 @@ def test_a_chain_is_measured_stage_by_stage(slices):
     assert result["sec_a_batch"] == pytest.approx(sum(stage["sec"] for stage in result["stages"].values()))
     assert result["sec_an_image"] * result["images_per_sec"] == pytest.approx(1)
     assert result["ratio_to_floor"] is None
+
+
+@pytest.mark.parametrize("decoder", ["plain", "jacobi"])
+def test_a_trained_chain_is_measured_on_what_it_draws(decoder):
+    names = ("first_slice", "size_upscale", "depth_upscale")
+    models = {name: SPN(stage_model_config(load("debug", SMALL), name)).eval() for name in names}
+    result = measure_chain(models, batch=2, precision="float32", decoder=decoder)
+    assert result["sec_a_batch"] == pytest.approx(sum(stage["sec"] for stage in result["stages"].values()))
+    for stage in result["stages"].values():  # a slice has 4 x 4 pixels of three values; the last pass changes none
+        assert ("passes_a_slice" in stage) == (decoder == "jacobi") and 2 <= stage.get("passes_a_slice", 2) <= 49
 
 
 def test_floor_is_weights_and_cache_over_bandwidth():
