@@ -35,8 +35,8 @@ if __name__ == "__main__":
 
 from benchmarks.race import train_chain, variants
 from pipelines.compression import Header, pack, unpack
-from spn import coding
 from spn.config import PRECISIONS
+from spn.decoding import coding
 from spn.evaluation import bits_per_dim, chain_nats
 from spn.model import SPN
 from spn.sampling import sample_chain

@@ -35,7 +35,7 @@ from pipelines.config import ExperimentConfig, stage_model_config, stage_names
 from pipelines.loading import load
 from spn.checkpoint import load_chain
 from spn.config import DECODERS, PRECISIONS, SPNConfig
-from spn.jacobi import JacobiDecoder
+from spn.decoding.jacobi import JacobiDecoder
 from spn.model import SPN
 from spn.ordering import image_to_slices
 from spn.sampling import rows_to_sample, sample_chain, sample_stage, uniforms

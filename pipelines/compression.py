@@ -1,4 +1,4 @@
-"""Images through all stages of a trained chain into one file, and back bit for bit (spn/coding.py).
+"""Images through all stages of a trained chain into one file, and back bit for bit (spn/decoding/coding.py).
 
     MAGIC      its last byte is the format's version
     8 bytes    length and CRC-32 of the header, little-endian
@@ -37,8 +37,8 @@ from pipelines.nodes.pictures import png
 from pipelines.nodes.sample import ON_CPU
 from pipelines.nodes.trained import load_stages
 from pipelines.start import nodes_of, reading, run_folder
-from spn import coding
 from spn.config import PRECISIONS
+from spn.decoding import coding
 from spn.model import SPN
 from spn.sampling import rows_to_sample
 
@@ -52,7 +52,7 @@ class Header:
     """Raises UserError for names that lead out of a folder, and for numbers that would fill the memory."""
 
     stages: dict[str, str]  # in order of generation: digest of each network's configuration and weights
-    numerics: dict[str, str]  # spn.coding.numerics
+    numerics: dict[str, str]  # spn.decoding.coding.numerics
     batch_size: int  # images coded at once
     image_size: int
     names: list[str]  # relative paths

@@ -63,7 +63,7 @@ NOT_SEMANTIC = {
     "pipelines.nodes.workers": "starts workers and hands out chunks; which one gets which changes nothing",
     "pipelines.tracking": "logs to MLflow and names models in its registry",
     "spn.gpu.flops": "counts FLOPs for a logged utilisation",
-    "spn.jacobi": "draws what the network draws one value after the other; its passes only get there sooner",
+    "spn.decoding.jacobi": "draws what the network draws one value after the other; its passes only get there sooner",
 }
 SOURCES = Sources(ROOT, ("spn", "data_prep", "pipelines"), frozenset(NOT_SEMANTIC))
 

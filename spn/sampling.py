@@ -21,8 +21,8 @@ from torch import Tensor
 
 from spn.bitdepth import join_depth
 from spn.config import DECODERS, PRECISIONS, SPNConfig
-from spn.decoding import Draws, decode_slice, prepare
-from spn.jacobi import JacobiDecoder
+from spn.decoding.incremental import Draws, decode_slice, prepare
+from spn.decoding.jacobi import JacobiDecoder
 from spn.model import SPN
 from spn.ordering import image_to_slices, slices_to_image
 

@@ -30,13 +30,13 @@ from data_prep.parquet import Dataset, open_dataset, open_parquet, pixels, read_
 from pipelines.config import EvaluateNodeConfig, ScoringConfig
 from pipelines.dag.node import NodeContext, NodeOutput, NodeResult
 from pipelines.dag.progress import Reporter
+from pipelines.nodes.histogram import Histogram, count_values, raw_entropy_bits
 from pipelines.nodes.memory import naming
 from pipelines.nodes.trained import checkpoint_uri, load_stage_configs, load_stages
 from pipelines.nodes.workers import each, gang, gang_name
 from pipelines.tracking import StageModel
 from spn.config import SPNConfig, first_given
 from spn.evaluation import Forward, bits_per_dim, stage_nats
-from spn.histogram import Histogram, count_values, raw_entropy_bits
 from spn.model import SPN
 
 RESULTS, PER_IMAGE, SCORES = "results.json", "per_image.parquet", "scores"

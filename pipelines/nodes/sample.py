@@ -3,7 +3,7 @@
 Which worker draws a chunk of images, in which order and after how many restarts changes nothing: an image's randomness
 follows from its own seed, and the number of images drawn at once is recorded in the attempt before anything is drawn. A
 chunk's Parquet file appears whole, after its PNGs: a later start of the same attempt finds what is done and draws the
-rest. How a network draws stands in spn/sampling.py and spn/decoding.py.
+rest. How a network draws stands in spn/sampling.py and spn/decoding/incremental.py.
 
     images/<key>.png                                     8 bits per channel, for the eye
     res=<R>/bits=<B>/samples-00000-of-00004.parquet      columns as in data_prep/parquet.py, values of B bits

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spn.decoding import BITS, Draws, pick
+from spn.decoding.incremental import BITS, Draws, pick
 from spn.gpu.folding import FoldedWeights
 from spn.model import SPN
 from spn.modern import STEM_COLUMNS, STEM_ROWS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spn.decoding import Draws, decode_slice, prepare
+from spn.decoding.incremental import Draws, decode_slice, prepare
 from spn.model import SPN
 from spn.ordering import image_to_slices, target_slices
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from pipelines.dag.fingerprint import (
+    MOVED,
     Sources,
     canonical,
+    changed,
     code_hashes,
     digest,
     explain,
@@ -170,6 +172,18 @@ def test_a_module_that_decides_nothing_counts_neither_itself_nor_through_its_imp
     package(tmp_path, main="import toy.log, toy.deep", log="import toy.text, toy.deep", text="", deep="")
     assert list(hashes(tmp_path)) == ["toy", "toy.deep", "toy.log", "toy.main", "toy.text"]
     assert list(hashes(tmp_path, not_semantic=("toy.log",))) == ["toy", "toy.deep", "toy.main"]
+
+
+def test_a_module_that_moved_counts_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = hashes(package(tmp_path / "before", main="import toy.part", part="x = 1"))
+    monkeypatch.setitem(MOVED, "toy.part.inside", "toy.part")
+    parts = {"part/__init__": "", "part/inside": "x = 1"}
+    after = package(tmp_path / "after", main="import toy.part.inside", folders=parts)
+    code = hashes(after)
+    assert code.keys() == before.keys() and code["toy.part"] == before["toy.part"]
+    assert changed(code, after) == []
+    (after / "toy/part/inside.py").write_text("x = 2")
+    assert changed(code, after) == ["toy.part"]
 
 
 @pytest.mark.parametrize(

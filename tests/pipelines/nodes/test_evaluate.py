@@ -25,11 +25,11 @@ from pipelines.dag.node import NodeContext, NodeOutput
 from pipelines.dag.progress import Reporter
 from pipelines.nodes import evaluate
 from pipelines.nodes.evaluate import ScoringJob, ScoringWorker, score
+from pipelines.nodes.histogram import Histogram, count_values
 from pipelines.nodes.trained import load_stages
 from pipelines.tracking import RunHandle
 from spn.checkpoint import save_checkpoint
 from spn.evaluation import bits_per_dim, chain_nats, image_nats
-from spn.histogram import Histogram, count_values
 
 STAGES = ("first_slice", "size_upscale", "depth_upscale")
 NUM, SIDE = 7, 8

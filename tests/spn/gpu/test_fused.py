@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spn.decoding import Draws, decode_slice, prepare
+from spn.decoding.incremental import Draws, decode_slice, prepare
 from spn.gpu.folding import FoldedWeights
 from spn.model import SPN
 from spn.sampling import sample_chain, sample_stage, slice_decoder, uniforms

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from spn import coding
-from spn.coding import BITS, LOWEST, Decoder, Encoder, decode, encode, frequencies, interval, slices_in_order
-from spn.decoding import Draws
+from spn.decoding import coding
+from spn.decoding.coding import BITS, LOWEST, Decoder, Encoder, decode, encode, frequencies, interval, slices_in_order
+from spn.decoding.incremental import Draws
 from spn.evaluation import chain_nats
 from spn.model import SPN
 from spn.sampling import sample_chain

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from spn.decoding import Draws
-from spn.jacobi import JacobiDecoder
+from spn.decoding.incremental import Draws
+from spn.decoding.jacobi import JacobiDecoder
 from spn.model import SPN
 from spn.sampling import sample_slice_slowly, uniforms
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from spn.coding import BITS, LOWEST, Decoder, Encoder, decode, encode, frequencies, interval
+from spn.decoding.coding import BITS, LOWEST, Decoder, Encoder, decode, encode, frequencies, interval
 from spn.evaluation import chain_nats
 from spn.model import SPN
 from spn.sampling import sample_chain

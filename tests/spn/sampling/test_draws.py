@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spn.decoding import Draws, decode_slice, pick, prepare
+from spn.decoding.incremental import Draws, decode_slice, pick, prepare
 from spn.sampling import sample_slice_slowly, uniforms
 from tests.spn.whole_images import logits_of
 

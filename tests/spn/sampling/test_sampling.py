@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from spn import sampling
 from spn.bitdepth import reduce_depth, split_depth
-from spn.decoding import Draws
+from spn.decoding.incremental import Draws
+from spn.decoding.jacobi import JacobiDecoder
 from spn.evaluation import chain_nats, image_nats
 from spn.gpu.folding import not_covered
 from spn.gpu.training import speed_up
-from spn.jacobi import JacobiDecoder
 from spn.model import SPN
 from spn.ordering import image_to_slices, slices_to_image
 from spn.sampling import rows_to_sample, sample_chain, sample_slice_slowly, sample_stage, slice_decoder, uniforms

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spn import decoding
-from spn.decoding import prepare
+from spn.decoding import incremental
+from spn.decoding.incremental import prepare
 from spn.evaluation import image_nats
 from spn.model import SPN
 from spn.sampling import sample_stage
@@ -70,57 +70,57 @@ def test_incremental_logits_of_a_slice_of_one_pixel(tiny_spn, random_values):
 
 
 def _no_end_row(monkeypatch) -> None:
-    monkeypatch.setattr(decoding, "end_row", lambda cache: None)
+    monkeypatch.setattr(incremental, "end_row", lambda cache: None)
 
 
 def _one_row_kept(monkeypatch) -> None:
     """The row above enters, the one before it is forgotten."""
-    right = decoding.end_row
+    right = incremental.end_row
 
     def wrong(cache) -> None:
         right(cache)
         for above in cache.above:
             above[:, 0] = 0
 
-    monkeypatch.setattr(decoding, "end_row", wrong)
+    monkeypatch.setattr(incremental, "end_row", wrong)
 
 
 def _keys_not_written(monkeypatch) -> None:
-    right = decoding._attend
+    right = incremental._attend
 
     def wrong(layer, x, keys, values, position):
         y = right(layer, x, keys, values, position)
         keys[:, :, position] = 0
         return y
 
-    monkeypatch.setattr(decoding, "_attend", wrong)
+    monkeypatch.setattr(incremental, "_attend", wrong)
 
 
 def _values_one_late(monkeypatch) -> None:
-    right = decoding._attend
+    right = incremental._attend
 
     def wrong(layer, x, keys, values, position):
         y = right(layer, x, keys, values, position)
         values[:, :, position] = values[:, :, max(position - 1, 0)]
         return y
 
-    monkeypatch.setattr(decoding, "_attend", wrong)
+    monkeypatch.setattr(incremental, "_attend", wrong)
 
 
 def _row_contribution_stale(monkeypatch) -> None:
     """What the rows above add is computed for the first row only."""
-    right, seen = decoding.start_row, set()
+    right, seen = incremental.start_row, set()
 
     def wrong(weights, cache, context) -> None:
         if id(cache) not in seen:
             right(weights, cache, context)
         seen.add(id(cache))
 
-    monkeypatch.setattr(decoding, "start_row", wrong)
+    monkeypatch.setattr(incremental, "start_row", wrong)
 
 
 def _left_forgotten(monkeypatch) -> None:
-    right = decoding.start_pixel
+    right = incremental.start_pixel
 
     def wrong(weights, cache, previous, row, column) -> None:
         kept = [r.clone() for r in cache.row]
@@ -130,7 +130,7 @@ def _left_forgotten(monkeypatch) -> None:
         for r, k in zip(cache.row, kept, strict=True):
             r.copy_(k)
 
-    monkeypatch.setattr(decoding, "start_pixel", wrong)
+    monkeypatch.setattr(incremental, "start_pixel", wrong)
 
 
 WRONG = [
@@ -160,19 +160,19 @@ def test_a_wrong_cache_is_noticed(case, break_cache, stage_network, random_value
 def decode_in_steps(model: SPN, target: Tensor, context: Tensor | None) -> Iterator[Tensor]:
     """Logits [B, V] value by value, so that two decodes can take turns."""
     weights = prepare(model)
-    cache = decoding.new_cache(weights, len(target))
+    cache = incremental.new_cache(weights, len(target))
     pixels = model.decoder.intensity(target.permute(0, 2, 3, 1))
     previous = torch.zeros_like(pixels[:, 0, 0])
     for row in range(weights.size):
-        decoding.start_row(weights, cache, None if context is None else context[:, row])
+        incremental.start_row(weights, cache, None if context is None else context[:, row])
         for column in range(weights.size):
-            decoding.start_pixel(weights, cache, previous, row, column)
+            incremental.start_pixel(weights, cache, previous, row, column)
             for channel in range(3):
-                yield decoding.channel_logits(weights, cache, column, channel)
+                yield incremental.channel_logits(weights, cache, column, channel)
                 units = slice(8 * channel, 8 * channel + 8)
                 cache.row[0][:, column + 1, units] = pixels[:, row, column, units]
             previous = pixels[:, row, column]
-        decoding.end_row(cache)
+        incremental.end_row(cache)
 
 
 @torch.no_grad()

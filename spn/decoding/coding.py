@@ -23,7 +23,7 @@ from torch import Tensor
 
 from spn.bitdepth import stage_values
 from spn.config import first_given
-from spn.decoding import BITS
+from spn.decoding.incremental import BITS
 from spn.evaluation import scored_slices
 from spn.model import SPN
 from spn.ordering import image_to_slices

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from spn.decoding import Draws, pick
+from spn.decoding.incremental import Draws, pick
 from spn.model import SPN
 
 PASSES_AT_ONCE = 2  # on a GPU, before the CPU waits to hear whether the last one changed a value

@@ -1,7 +1,7 @@
 """The histogram that every network must beat is a proper distribution whose parts add up, and raw entropy is that of
 the pixels.
 
-python -m pytest tests/spn/training/test_histogram.py
+python -m pytest tests/pipelines/nodes/test_histogram.py
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import numpy as np
 import pytest
 
-from spn.histogram import Histogram, count_values, raw_entropy_bits
+from pipelines.nodes.histogram import Histogram, count_values, raw_entropy_bits
 
 
 def skewed_pixels(seed: int, num_images: int) -> np.ndarray:
