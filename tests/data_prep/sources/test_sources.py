@@ -142,6 +142,6 @@ def test_listing_hash_of_an_archive_does_not_read_it(tmp_path: pathlib.Path):
 
 
 def test_the_page_about_sources_has_every_one():
-    page = (pathlib.Path(__file__).parents[3] / "docs" / "sources.md").read_text()
+    page = (pathlib.Path(__file__).parents[3] / "docs" / "data.md").read_text()
     for name, _, _ in sources.describe():
         assert f"| `{name}` |" in page
