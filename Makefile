@@ -15,7 +15,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 # Tests in as many processes as there are cores, at most four; tests/conftest.py keeps those with Ray in one of them.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4
-JOB := tests/pipelines/test_job_submit.py
+JOB := tests/pipelines/cluster/test_job_submit.py
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 
 .PHONY: help demo test faults gpu check lint fast job ui clean

@@ -1,6 +1,6 @@
 """The command line: what it refuses (one line, exit code 2, nothing written), what it hands on, how it ends.
 
-python -m pytest tests/pipelines/test_cli.py
+python -m pytest tests/pipelines/commands/test_cli.py
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pipelines.dag.run import NodeReport, RunReport
 from pipelines.loading import load, to_yaml
 from pipelines.tracking import Ledger, RunHandle
 
-ROOT, TOYS = Path(__file__).parents[2], Path(__file__).parent / "toys"
+ROOT, TOYS = Path(__file__).parents[3], Path(__file__).parents[1] / "toys"
 NODES = ["prepare_data", "train_first_slice", "train_size_upscale", "train_depth_upscale", "evaluate", "sample"]
 NODES += ["report"]
 SCRIPTS = ("full_multidim", "prepare_data", "train_stage", "evaluate", "sample", "describe")

@@ -1,6 +1,6 @@
 """compress.py and decompress.py on a finished run: what comes back, what is refused, what damage costs.
 
-python -m pytest tests/pipelines/test_compression.py
+python -m pytest tests/pipelines/commands/test_compression.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """describe: every preset builds without memory and lands on the paper's sizes; FLOPs and batches follow the config.
 
-python -m pytest tests/pipelines/test_describe.py
+python -m pytest tests/pipelines/commands/test_describe.py
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipelines.config import stage_model_config, stage_names
 from pipelines.loading import load, preset_names
 from spn.gpu.flops import forward_flops
 
-TOLERANCE, ROOT = 0.12, Path(__file__).parents[2]
+TOLERANCE, ROOT = 0.12, Path(__file__).parents[3]
 
 
 @functools.cache

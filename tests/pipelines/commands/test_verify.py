@@ -1,6 +1,6 @@
 """prepare_data.py --verify without a dataset; with one: nodes/test_end_to_end.py.
 
-python -m pytest tests/pipelines/test_verify.py
+python -m pytest tests/pipelines/commands/test_verify.py
 """
 
 from __future__ import annotations

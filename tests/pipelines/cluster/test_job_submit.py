@@ -3,7 +3,7 @@
 Other Rays on the machine neither see this one nor are touched: every port is free beforehand, everything temporary has
 its own folder, and what is stopped at the end is what was started here.
 
-    python -m pytest tests/pipelines/test_job_submit.py
+    python -m pytest tests/pipelines/cluster/test_job_submit.py
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from toy import training
 
 from pipelines import full_multidim
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RAY = str(Path(sys.executable).with_name("ray"))
 # A chain of one network: all stages train in nodes/test_end_to_end.py.
 NODES = ("prepare_data", "train_size_upscale", "evaluate", "sample", "report")

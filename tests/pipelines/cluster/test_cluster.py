@@ -1,4 +1,7 @@
-"""The Ray session: loopback only, and clusters that do not answer.  python -m pytest tests/pipelines/test_cluster.py"""
+"""The Ray session: loopback only, and clusters that do not answer.
+
+python -m pytest tests/pipelines/cluster/test_cluster.py
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import pytest
 from data_prep.files import UserError
 from pipelines.cluster import ClusterInfo, connect, in_ray_job, private_folder
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_only_an_embedded_session_shares_out_its_own_resources() -> None:

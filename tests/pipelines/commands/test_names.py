@@ -1,4 +1,4 @@
-"""Names of files reach people as text, whatever they hold.  pytest tests/pipelines/test_names.py"""
+"""Names of files reach people as text, whatever they hold.  pytest tests/pipelines/commands/test_names.py"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A start of toy nodes from end to end: exit codes, what is printed, what lies in the run folder.
+"""A start of toy nodes from end to end: exit codes, what is printed, what lies in the run folder, whose it is.
 
-python -m pytest tests/pipelines/test_start.py
+python -m pytest tests/pipelines/commands/test_start.py
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pyarrow._fs import _MockFileSystem
 from toy.nodes import Toy
 
+from data_prep.files import Store, UserError, open_store
 from pipelines import cluster, full_multidim, pipeline
 from pipelines.dag.fingerprint import Sources
 from pipelines.dag.node import Node
+from pipelines.start import check_run_folder
 
-TOYS = Path(__file__).parent / "toys"
+TOYS = Path(__file__).parents[1] / "toys"
 Command = Callable[..., tuple[int, str, str]]
 
 
@@ -63,3 +66,21 @@ def test_exit_codes_of_a_start(
     code, out, err = command(full_multidim.main)
     assert code == 2 and err == "error: first: the folder is empty\n"
     assert "[first] FAILED" in out and "was not started" not in out
+
+
+@pytest.mark.parametrize("place", ["local", "object store"])
+def test_run_folder_of_another_config_is_refused(place: str, tmp_path: Path) -> None:
+    remote = Store("s3://bucket/run", filesystem=_MockFileSystem(), base="bucket/run")
+    store = open_store(tmp_path) if place == "local" else remote
+    assert check_run_folder(store, name="demo") == {}
+    store.write_text("config.yaml", "name: demo\nseed: 2\n")
+    assert check_run_folder(store, name="demo") == {"name": "demo", "seed": 2}
+    with pytest.raises(UserError, match="run folder of config 'demo', not of 'debug'"):
+        check_run_folder(store, name="debug")
+
+
+@pytest.mark.parametrize("content", ["just text", "seed: 1", "name: [1, 2", "\x00"])
+def test_a_folder_with_a_foreign_config_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(UserError, match="does not look like a run folder"):
+        check_run_folder(open_store(tmp_path), name="demo")
