@@ -23,6 +23,7 @@ from pipelines.dag import plan as planning
 from pipelines.dag import status
 from pipelines.dag.attempts import history
 from pipelines.dag.progress import Display, Update
+from pipelines.nodes import registry
 from pipelines.start import locked, nodes_of, reading, run_folder
 
 DONE, DAMAGED = 0, 1
@@ -80,7 +81,7 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
             plan = planning.plan(nodes, store, sources=pipeline.SOURCES)
             if found := status.find_garbage(plan, holder=holder):  # else there is no need to ask MLflow
                 uri = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
-                named = tracking.attempts_with_alias(uri, experiment=config.name)
+                named = registry.attempts_with_alias(uri, experiment=config.name)
                 found = status.find_garbage(plan, holder=holder, named=named)
         print("\n".join([f"run folder: {store.uri}", *(each.line for each in found)]))
         if delete:
@@ -160,7 +161,7 @@ def compare(places: Sequence[str]) -> int:
     for part in first.column_names[1:]:
         if part in second.column_names:
             means = (f"{pc.mean(scores.column(part)).as_py():.4f}" for scores in (first, second))
-            difference, error = tracking.paired_difference(first, second, part)
+            difference, error = registry.paired_difference(first, second, part)
             table.add_row(part, *means, f"{difference:+.4f}", f"{error:.4f}")
     Console().print(table)
     return DONE
@@ -170,13 +171,13 @@ def _per_image(place: str) -> pa.Table:
     """Scores of a file, or of a run folder's newest `evaluate`."""
     try:
         if place.endswith(".parquet"):
-            return tracking.read_scores(place if "://" in place else str(Path(place).absolute()))
+            return registry.read_scores(place if "://" in place else str(Path(place).absolute()))
         store = open_store(place)
         made = [attempt.success for attempt in history(store, "evaluate") if attempt.success is not None]
         if not made:
             raise UserError(f"--compare {place}: no finished evaluate in this run folder")
         newest = max(made, key=lambda success: success.finished)
-        return tracking.read_scores(store.uri_of(join(newest.folder, newest.named["per_image"])))
+        return registry.read_scores(store.uri_of(join(newest.folder, newest.named["per_image"])))
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"--compare {place}: {error}") from error
 

@@ -60,8 +60,9 @@ NOT_SEMANTIC = {
     "pipelines.dag.node": "carries what a node function gets and returns",
     "pipelines.dag.progress": "shows progress",
     "pipelines.nodes.memory": "asks how much a GPU holds at once; the attempt records the answer",
+    "pipelines.nodes.registry": "names models in MLflow's registry",
     "pipelines.nodes.workers": "starts workers and hands out chunks; which one gets which changes nothing",
-    "pipelines.tracking": "logs to MLflow and names models in its registry",
+    "pipelines.tracking": "logs to MLflow",
     "spn.gpu.flops": "counts FLOPs for a logged utilisation",
     "spn.decoding.jacobi": "draws what the network draws one value after the other; its passes only get there sooner",
 }

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import json
 import logging
-import math
 import os
 import shlex
 import sqlite3
@@ -23,14 +22,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-import pyarrow as pa
-
-from data_prep.files import Store, UserError, open_store, parent
+from data_prep.files import Store, UserError
 from pipelines.dag import fingerprint
 from pipelines.dag.masking import mask, mask_uris, plain_uri
 
@@ -61,10 +58,7 @@ KILLED_SEC = 1.0  # longest wait of a launch that was stopped: Ray kills a stopp
 _PARAM_CHARS, _TAG_CHARS, _METRIC_BATCH = 500, 5000, 1000  # MLflow's limits
 _ARTIFACTS = "mlartifacts"  # folder of artifacts beside a SQLite file: MLflow's default is the working directory
 
-# Aliases in the model registry.
-CANDIDATE, CHAMPION = "candidate", "champion"
-
-_Call = Callable[["MlflowClient"], object]
+Call = Callable[["MlflowClient"], object]
 
 
 def default_uri(store: Store, *, name: str, configured: str | None = None) -> str:
@@ -75,9 +69,9 @@ def default_uri(store: Store, *, name: str, configured: str | None = None) -> st
     holds a login: whatever names the server would show it.
     """
     given = configured or os.environ.get("MLFLOW_TRACKING_URI") or ""
-    file = _sqlite_file(given) if given else (store.local() or Path.home() / "spn_runs" / name) / "mlflow.db"
+    file = sqlite_file(given) if given else (store.local() or Path.home() / "spn_runs" / name) / "mlflow.db"
     if file is None:
-        if _is_server(given) and "@" in urlsplit(given).netloc:
+        if is_server(given) and "@" in urlsplit(given).netloc:
             raise UserError(f"the address {mask(given)} holds a login; set {LOGIN[0]} and {LOGIN[1]} instead")
         return given
     place = str(file.absolute())  # workers have another working directory
@@ -86,15 +80,15 @@ def default_uri(store: Store, *, name: str, configured: str | None = None) -> st
 
 def _page(uri: str, page: str) -> str:
     """Address of a page of the UI in its view for model training; its default view is the one for language models."""
-    base = plain_uri(uri).rstrip("/") if _is_server(uri) else UI
+    base = plain_uri(uri).rstrip("/") if is_server(uri) else UI
     return f"{base}/#/{page}{'&' if '?' in page else '?'}workflowType=machine_learning"
 
 
-def _is_server(uri: str) -> bool:
+def is_server(uri: str) -> bool:
     return uri.startswith(("http://", "https://"))
 
 
-def _sqlite_file(uri: str) -> Path | None:
+def sqlite_file(uri: str) -> Path | None:
     return Path(unquote(uri.removeprefix("sqlite:///"))) if uri.startswith("sqlite:///") else None
 
 
@@ -106,7 +100,7 @@ def make_client(uri: str) -> MlflowClient:
 
     for name in ("alembic", "mlflow.store.db.utils", "mlflow.system_metrics", "urllib3.connectionpool"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # `_Server.failed` warns once
-    if (file := _sqlite_file(uri)) is None:
+    if (file := sqlite_file(uri)) is None:
         return MlflowClient(tracking_uri=uri)
     with ExclusiveFileLock(str(file.with_suffix(".lock"))):  # one process makes the tables of a new database
         client = MlflowClient(tracking_uri=uri)
@@ -134,12 +128,12 @@ def _follow_move(file: Path) -> None:
                     database.execute(f'UPDATE "{table}" SET {change} WHERE {where}', (before, after))
 
 
-def _check_usable(uri: str) -> None:
+def check_usable(uri: str) -> None:
     """Raises ConnectionError for a SQLite file that is missing (opening it creates one), locked or damaged.
 
     MLflow itself would retry for minutes.
     """
-    file = _sqlite_file(uri)
+    file = sqlite_file(uri)
     if file is None:
         return
     if not file.exists():
@@ -159,12 +153,12 @@ class _Server:
         self._client: MlflowClient | None = None
         self._warned, self.paused_until = False, 0.0
 
-    def send(self, call: _Call) -> bool:
+    def send(self, call: Call) -> bool:
         """Makes a call; False if the same call may work later, True if it worked or MLflow refuses it for good."""
         if time.monotonic() < self.paused_until:
             return False
         try:
-            _check_usable(self.uri)
+            check_usable(self.uri)
             self._client = self._client or make_client(self.uri)
             call(self._client)
         except Exception as error:  # whatever goes wrong with the mirror must not stop the work
@@ -229,7 +223,7 @@ class RunHandle:
         """{what: where it is in the UI}: this run, charts that compare the bits/dim of the stages, over all launches of
         the experiment; for a SQLite file first the command that starts the UI."""
         serve = f"-m mlflow ui --backend-store-uri {shlex.quote(self.uri)} --host 127.0.0.1 --port 5000"
-        links = {} if _is_server(self.uri) else {"MLflow": f"{shlex.quote(sys.executable)} {serve}"}
+        links = {} if is_server(self.uri) else {"MLflow": f"{shlex.quote(sys.executable)} {serve}"}
         curves = f"experiments/{self.experiment_id}/runs?viewStateShareKey=stages&compareRunsMode=CHART"
         return links | {"run": self.link(self.run_id), "curves": _page(self.uri, curves)} if self.run_id else links
 
@@ -249,18 +243,18 @@ class NodeRun(contextlib.AbstractContextManager["NodeRun"]):
         """time_ms: when they were measured, since 1970; None: now."""
         run_id, points = self.handle.run_id, [{**metrics, "step": step, "time_ms": time_ms or _now_ms()}]
         _QUEUE_LOG.addFilter(self._is_foreign)
-        self._send(lambda client: self._sent.append(client.log_batch(run_id, _metrics(points), synchronous=False)))
+        self.send(lambda client: self._sent.append(client.log_batch(run_id, _metrics(points), synchronous=False)))
 
     def log_history(self, history: Iterable[Mapping[str, float]]) -> None:
         """Entries {"step": ..., "time_ms": ..., metric: value}; MLflow adds the points that the run does not have."""
-        self._send(lambda client: _add(client, self.handle.run_id, history))
+        self.send(lambda client: _add(client, self.handle.run_id, history))
 
     def log_image(self, image: Any, *, key: str, step: int = 0) -> None:
         """A picture with a step slider in the UI: (H, W, C) uint8 array or PIL image."""
-        self._send(lambda client: client.log_image(self.handle.run_id, image, key=key, step=step, synchronous=True))
+        self.send(lambda client: client.log_image(self.handle.run_id, image, key=key, step=step, synchronous=True))
 
     def log_text(self, text: str, file: str) -> None:
-        self._send(lambda client: client.log_text(self.handle.run_id, mask(text), file))
+        self.send(lambda client: client.log_text(self.handle.run_id, mask(text), file))
 
     def log_dataset(self, dataset: Dataset, *, resolution: int, bits: int, split: str, context: str) -> None:
         """A split that the run read. context: MLflow's word for its purpose, e.g. "training"."""
@@ -279,14 +273,10 @@ class NodeRun(contextlib.AbstractContextManager["NodeRun"]):
             tags = [InputTag("mlflow.data.context", context)]
             client.log_inputs(self.handle.run_id, datasets=[DatasetInput(entity, tags)])
 
-        self._send(send)
-
-    def register_model(self, model: StageModel) -> None:
-        """The network that this run trained becomes a version in the model registry, with its aliases."""
-        self._send(lambda client: register(client, self.handle.run_id or "", model))
+        self.send(send)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        self._send(lambda client: client.log_batch(self.handle.run_id, tags=_tags(tags)))
+        self.send(lambda client: client.log_batch(self.handle.run_id, tags=_tags(tags)))
 
     def watch_machine(self, *, name: str = "") -> None:
         """Logs this machine's load as system/<metric>, or system/<name>/<metric>, until the run is closed. MLflow's
@@ -300,7 +290,7 @@ class NodeRun(contextlib.AbstractContextManager["NodeRun"]):
             )
             self._monitor.start()
 
-        self._send(start)
+        self.send(start)
 
     def close(self) -> None:
         """Waits until MLflow's queue has sent the metrics, CLOSE_SEC at most."""
@@ -324,7 +314,8 @@ class NodeRun(contextlib.AbstractContextManager["NodeRun"]):
         _server(self.handle.uri).failed(text.partition("Exception: ")[2] or text, pause=True)
         return False
 
-    def _send(self, call: _Call) -> None:
+    def send(self, call: Call) -> None:
+        """A call of MLflow's client that is none of the above."""
         if self.handle.run_id:
             _server(self.handle.uri).send(call)
 
@@ -340,8 +331,8 @@ class Ledger:
         self.uri, self.experiment, self.run_folder = uri, experiment, mask_uris(run_folder).replace("'", "")
         self.experiment_id: str | None = None
         self._ids: dict[str, str | None] = {_PARENT: None}  # runs of this launch by node; None: not opened yet
-        self._calls: deque[_Call] = deque()
-        if file := _sqlite_file(uri):
+        self._calls: deque[Call] = deque()
+        if file := sqlite_file(uri):
             with contextlib.suppress(OSError):  # the first call will say so
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.touch()
@@ -443,7 +434,7 @@ class Ledger:
         self._send(open_run)
         self._send(lambda client: client.log_batch(self._ids[name], params=_params(params)))
 
-    def _send(self, call: _Call) -> None:
+    def _send(self, call: Call) -> None:
         if self.uri:
             self._calls.append(call)
             while self._calls and _server(self.uri).send(self._make_first):
@@ -453,7 +444,7 @@ class Ledger:
         if self.experiment_id is None:
             found = client.get_experiment_by_name(self.experiment)
             if found is None:
-                file = _sqlite_file(self.uri)
+                file = sqlite_file(self.uri)
                 place = (file.parent / _ARTIFACTS).as_uri() if file else None
                 found = client.get_experiment(client.create_experiment(self.experiment, artifact_location=place))
             elif found.lifecycle_stage == "deleted":
@@ -523,139 +514,3 @@ def _params(params: Any) -> list[Any]:
 
 def _now_ms() -> int:
     return int(time.time() * 1000)
-
-
-# ---- the model registry -----------------------------------------------------------------------------------------
-
-# A model is named <experiment>.<stage>, a version is one finished training and points to its checkpoint's folder. The
-# version that `evaluate` scored last is the candidate; `judge` says when it becomes the champion.
-
-
-@dataclass(frozen=True)
-class StageModel:
-    """A trained stage and its exact score: the tags of a version."""
-
-    stage: str
-    checkpoint: str  # folder with config.json, model.safetensors, ema.safetensors: local path or URI
-    attempt: str  # of the train node: the same training is registered once
-    test_bits_per_dim: float  # the stage's part, on all test images
-    standard_error: float  # over them
-    test_set: str  # digest of the test images' shards
-    scored_dims: str  # which dims of an image were scored, in words that are equal only for equal dims
-    scores: str  # file with the bits/dim of each test image in a column named as the stage: local path or URI
-
-
-def register(client: MlflowClient, run_id: str, model: StageModel) -> None:
-    """Registers the network that a run trained, unless it is there, and sets the aliases. May be called again after it
-    broke off: nothing is done twice."""
-    run = client.get_run(run_id)
-    name = f"{client.get_experiment(run.info.experiment_id).name}.{model.stage}"
-    if not client.search_registered_models(filter_string=f"name = '{name}'"):
-        client.create_registered_model(name, description=f"Stage {model.stage}: see docs/comparing_stages.md")
-    known = client.search_model_versions(f"name = '{name}'")
-    version = next((v.version for v in known if v.tags.get("attempt") == model.attempt), None)
-    tags = {key: plain_uri(str(value)) for key, value in asdict(model).items()}
-    source = _source(client, run, model)
-    if version is None:
-        version = client.create_model_version(name, source, run_id, tags=tags, await_creation_for=0).version
-    for key, value in tags.items():
-        client.set_model_version_tag(name, version, key, value)
-    place = tags["checkpoint"] if source.startswith("runs:/") else f"models:/{name}/{version}"
-    client.update_model_version(name, version, _card(run, model, place))
-    client.set_registered_model_alias(name, CANDIDATE, version)
-    holder = client.get_registered_model(name).aliases.get(CHAMPION)
-    champion = next((v.tags for v in known if str(v.version) == str(holder)), None)
-    moves, why = judge(model, champion)
-    client.set_model_version_tag(name, version, "champion_rule", why)
-    print(f"{name}, version {version}: {why}")
-    if moves:
-        client.set_registered_model_alias(name, CHAMPION, version)
-
-
-def attempts_with_alias(uri: str, *, experiment: str) -> set[str]:
-    """Attempts that trained or scored a model version with an alias. Raises UserError if MLflow does not say."""
-    if (file := _sqlite_file(uri)) and not file.exists():
-        return set()
-    try:
-        _check_usable(uri)
-        client = make_client(uri)
-        models = client.search_registered_models(filter_string=f"name LIKE '{experiment}.%'", max_results=1000)
-        named = {(model.name, version) for model in models for version in model.aliases.values()}
-        tags = [client.get_model_version(*each).tags for each in named]
-        files = [Path(each.get("scores", "").partition("?")[0]) for each in tags]
-        return {*(each.get("attempt", "") for each in tags), *(file.parent.name for file in files)}
-    except Exception as error:
-        why = " ".join(str(error).split())[:300]
-        raise UserError(f"MLflow at {uri} does not say which model versions have an alias ({why})") from error
-
-
-def judge(model: StageModel, champion: dict[str, str] | None) -> tuple[bool, str]:
-    """Whether a model becomes the champion, and why: for a gain of more than two standard errors of the paired
-    difference, on the same test set and dims. champion: the tags of the one that is; None: there is no other."""
-    if champion is None or champion.get("attempt") == model.attempt:
-        return True, "champion: no other version holds the title"
-    for key, own in (("test_set", model.test_set), ("scored_dims", model.scored_dims)):
-        if champion.get(key) != own:
-            return False, f"not compared: the champion's {key} is {champion.get(key)}, this one's {own}"
-    try:
-        theirs, ours = read_scores(champion["scores"]), read_scores(model.scores)
-        gain, error = paired_difference(theirs, ours, model.stage)
-    except (OSError, ValueError, KeyError) as problem:
-        return False, f"champion stays: the scores per image cannot be compared ({problem}); delete the alias?"
-    moves = gain > 2 * error
-    found = f"this version gains {gain:.6f} bits/dim, and two standard errors are {2 * error:.6f}"
-    return moves, f"champion: {found}" if moves else f"champion stays: {found}"
-
-
-def read_scores(uri: str) -> pa.Table:
-    """Bits/dim of each image: a row per image, by key, and a column per part. Raises OSError, ValueError."""
-    from data_prep.parquet import open_parquet
-
-    folder, name = parent(uri)
-    return open_parquet(pa.BufferReader(open_store(folder).read_bytes(name)), name=name).read().sort_by("key")
-
-
-def paired_difference(first: pa.Table, second: pa.Table, part: str) -> tuple[float, float]:
-    """Mean of first - second and its standard error (NaN of one image). Raises ValueError for different images."""
-    if first.column("key") != second.column("key"):
-        raise ValueError("they score different images")
-    change = first.column(part).to_numpy() - second.column(part).to_numpy()
-    spread = float(change.std(ddof=1)) if len(change) > 1 else math.nan
-    return float(change.mean()), spread / math.sqrt(len(change))
-
-
-def _card(run: Any, model: StageModel, place: str) -> str:
-    """Description of a version, in Markdown. place: what downloads its files."""
-    data = ", ".join(f"{each.dataset.name} ({each.dataset.digest})" for each in run.inputs.dataset_inputs)
-    bits = f"{model.test_bits_per_dim:.4f} ± {model.standard_error:.4f}"
-    return f"""\
-Stage {model.stage} of a Subscale Pixel Network ({model.scored_dims}): {bits} bits/dim, exact, on the test images.
-Trained and validated on {data}.
-
-    import pathlib, mlflow, spn.checkpoint, spn.evaluation
-    network = spn.checkpoint.load_model(pathlib.Path(mlflow.artifacts.download_artifacts("{place}")))
-    slices = spn.evaluation.scored_slices(network, first_given=False)
-    nats = spn.evaluation.stage_nats(network, px.long(), slices=slices)  # as in the schema
-"""
-
-
-def _source(client: MlflowClient, run: Any, model: StageModel) -> str:
-    """The checkpoint's folder; a server takes a local path only among a run's artifacts, so there a note lies.
-
-    Such a note is the checkpoint's address. MLflow looks for the signature in a file MLmodel.
-    """
-    uri, files = plain_uri(model.checkpoint), {}
-    if size := int(run.data.params.get("model.image_size", 0)):
-        px = {"type": "tensor", "name": "px", "tensor-spec": {"dtype": "uint8", "shape": [-1, 3, size, size]}}
-        nats = {"type": "tensor", "name": "nats", "tensor-spec": {"dtype": "float64", "shape": [-1, -1, 3]}}
-        signature = {"inputs": json.dumps([px]), "outputs": json.dumps([nats])}  # nats of each slice and channel
-        files["MLmodel"] = json.dumps({"flavors": {}, "signature": signature}, indent=1)
-    if "://" in uri or not _is_server(client.tracking_uri):
-        with contextlib.suppress(OSError):  # nobody may write there any more
-            if files and not (store := open_store(model.checkpoint)).exists("MLmodel"):
-                store.write_text("MLmodel", files["MLmodel"])
-        return uri
-    files["location.json"] = json.dumps({"checkpoint": uri}, indent=1)
-    for name, text in files.items():
-        client.log_text(run.info.run_id, text, f"checkpoint/{name}")
-    return f"runs:/{run.info.run_id}/checkpoint"

@@ -32,9 +32,9 @@ from pipelines.dag.node import NodeContext, NodeOutput, NodeResult
 from pipelines.dag.progress import Reporter
 from pipelines.nodes.histogram import Histogram, count_values, raw_entropy_bits
 from pipelines.nodes.memory import naming
+from pipelines.nodes.registry import StageModel, register
 from pipelines.nodes.trained import checkpoint_uri, load_stage_configs, load_stages
 from pipelines.nodes.workers import each, gang, gang_name
-from pipelines.tracking import StageModel
 from spn.config import SPNConfig, first_given
 from spn.evaluation import Forward, bits_per_dim, stage_nats
 from spn.model import SPN
@@ -383,4 +383,4 @@ def _tell_train_runs(
         )
         with context.run.at(output.mlflow_run_id).open() as run:
             run.log_metrics({"test/bits_per_dim": part["bits_per_dim"]})
-            run.register_model(model)
+            register(run, model)

@@ -19,7 +19,8 @@ from mlflow.tracking import MlflowClient
 from data_prep.files import UserError, open_store
 from pipelines import tracking
 from pipelines.loading import PRESETS, load
-from pipelines.tracking import CHAMPION, Ledger, StageModel, default_uri
+from pipelines.nodes.registry import CHAMPION, StageModel, register
+from pipelines.tracking import Ledger, default_uri
 
 
 def record(folder: Path, *, attempt: str) -> Ledger:
@@ -36,8 +37,11 @@ def record(folder: Path, *, attempt: str) -> Ledger:
     with ledger.start_node("train_size_upscale", tags={}, params={}).open() as run:
         run.log_text(attempt, "note.txt")
         run.log_image(np.zeros((4, 4, 3), np.uint8), key="samples")
-        run.register_model(
-            StageModel("size_upscale", str(checkpoint), attempt, bits, 0, "test", "16px", f"{scores}/per_image.parquet")
+        register(
+            run,
+            StageModel(
+                "size_upscale", str(checkpoint), attempt, bits, 0, "test", "16px", f"{scores}/per_image.parquet"
+            ),
         )
     return ledger  # not closed: as if it had been killed
 

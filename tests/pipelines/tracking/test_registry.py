@@ -15,7 +15,8 @@ from mlflow.models import get_model_info
 
 from data_prep.files import open_store
 from pipelines import tracking
-from pipelines.tracking import CANDIDATE, CHAMPION, Ledger, StageModel, default_uri, judge
+from pipelines.nodes.registry import CANDIDATE, CHAMPION, StageModel, add_version, attempts_with_alias, judge, register
+from pipelines.tracking import Ledger, default_uri
 
 FIRST = StageModel(
     stage="size_upscale",
@@ -83,27 +84,27 @@ def test_versions_and_aliases_of_three_trainings(
     client = tracking.make_client(ledger.uri)
     numbers = itertools.count()
 
-    def register(model: StageModel) -> str:
+    def train(model: StageModel) -> str:
         model = dataclasses.replace(model, scores=scored(tmp_path, f"e{next(numbers)}", [model.test_bits_per_dim] * 3))
         handle = ledger.start_node("train_size_upscale", tags={}, params={})
         with handle.open() as run:
-            run.register_model(model)
-            run.register_model(model)  # scored again: no second version
+            register(run, model)
+            register(run, model)  # scored again: no second version
         ledger.finish("train_size_upscale", "FINISHED")
         return handle.run_id
 
-    first = register(FIRST)
-    worse = register(dataclasses.replace(FIRST, attempt="2", test_bits_per_dim=0.7, checkpoint="/runs/step-10"))
+    first = train(FIRST)
+    worse = train(dataclasses.replace(FIRST, attempt="2", test_bits_per_dim=0.7, checkpoint="/runs/step-10"))
     assert holders(ledger) == {CANDIDATE: "2", CHAMPION: "1"}
-    register(dataclasses.replace(FIRST, attempt="3", test_bits_per_dim=0.4))
+    train(dataclasses.replace(FIRST, attempt="3", test_bits_per_dim=0.4))
     assert holders(ledger) == {CANDIDATE: "3", CHAMPION: "3"}
     # The champion itself, scored anew: the next one is compared with that.
-    register(dataclasses.replace(FIRST, attempt="3", test_bits_per_dim=0.45))
+    train(dataclasses.replace(FIRST, attempt="3", test_bits_per_dim=0.45))
     assert holders(ledger) == {CANDIDATE: "3", CHAMPION: "3"}
-    register(dataclasses.replace(FIRST, attempt="4", test_bits_per_dim=0.42))
+    train(dataclasses.replace(FIRST, attempt="4", test_bits_per_dim=0.42))
     assert holders(ledger) == {CANDIDATE: "4", CHAMPION: "4"}
     client.set_registered_model_alias("demo.size_upscale", "mine", "2")
-    assert tracking.attempts_with_alias(ledger.uri, experiment="demo") == {"2", "4", "e1", "e4"}
+    assert attempts_with_alias(ledger.uri, experiment="demo") == {"2", "4", "e1", "e4"}
     assert capsys.readouterr().out.count("demo.size_upscale, version 2: champion stays: this version gains -0.2") == 2
     client.delete_registered_model_alias("demo.size_upscale", "mine")
 
@@ -125,7 +126,7 @@ def test_a_champion_is_fetched_as_the_page_says(
     handle = ledger.start_node("train_fetched", tags={}, params={"model": {"image_size": 64}})
     with handle.open() as run:
         scores = scored(tmp_path, "e", [0.25, 0.5, 0.75], stage="fetched")
-        run.register_model(dataclasses.replace(FIRST, stage="fetched", checkpoint=str(checkpoint), scores=scores))
+        register(run, dataclasses.replace(FIRST, stage="fetched", checkpoint=str(checkpoint), scores=scores))
     card = tracking.make_client(ledger.uri).get_model_version("demo.fetched", "1").description
     assert "64px S=2 bits 0+3" in card and "0.5000 ± 0.1443 bits/dim" in card
     assert 'download_artifacts("models:/demo.fetched/1")' in card
@@ -161,7 +162,7 @@ def test_a_registration_that_broke_off_anywhere_is_finished_by_the_next(ledger: 
     model = dataclasses.replace(FIRST, stage="broken", attempt="9")
     for calls in range(20):
         try:
-            tracking.register(BrokenOff(client, calls), handle.run_id, model)
+            add_version(BrokenOff(client, calls), handle.run_id, model)
             break
         except ConnectionError:
             continue

@@ -29,7 +29,8 @@ from toy.training import MlflowServer
 
 from data_prep.files import open_store
 from pipelines import tracking
-from pipelines.tracking import CANDIDATE, CHAMPION, LOGIN, Ledger, StageModel, default_uri
+from pipelines.nodes.registry import CANDIDATE, CHAMPION, StageModel, register
+from pipelines.tracking import LOGIN, Ledger, default_uri
 
 pytestmark = pytest.mark.faults
 USER, PASSWORD = "anna", "hunter2secret"
@@ -170,8 +171,8 @@ def test_everything_is_recorded_behind_a_login(
     better = {"test_bits_per_dim": 1.4, "scores": str(tmp_path / "1.4.parquet")}
     with handle.open() as run:
         run.log_image(np.zeros((4, 4, 3), np.uint8), key="samples", step=3)
-        run.register_model(model)
-        run.register_model(dataclasses.replace(model, attempt="2", checkpoint="s3://bucket/step-4", **better))
+        register(run, model)
+        register(run, dataclasses.replace(model, attempt="2", checkpoint="s3://bucket/step-4", **better))
     ledger.finish("train_a", "FINISHED")
     ledger.close("FINISHED")
 
