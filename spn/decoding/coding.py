@@ -31,7 +31,7 @@ from spn.sampling import sample_chain
 
 LOWEST = 2**31  # a state below it takes in a word
 SHORTEST = 5  # bytes of a state, which takes up to 8: with words of 4 bytes a stream's length says how many
-DECODER = "plain"  # on a GPU; auto: the fused kernels
+DECODER = "auto"  # on a GPU: the fused kernels if they cover the network
 
 
 def encode(models: Mapping[str, SPN], images: Tensor, *, batch: int, **options: Any) -> Iterator[bytes]:
@@ -181,7 +181,7 @@ def numerics(device: str, *, precision: str) -> dict[str, str]:
     elif (linux := Path("/proc/cpuinfo")).exists() and (named := re.search(r"model name\s*: (.*)", linux.read_text())):
         card = named[1]
     found = {"device": device, "card": card, "capability": capability, "precision": precision, "decoder": "plain"}
-    if device == "cuda" and DECODER != "plain":
+    if device == "cuda":
         import triton
 
         found |= {"decoder": DECODER, "triton": triton.__version__}
