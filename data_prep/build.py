@@ -45,7 +45,6 @@ from data_prep.plan import (
     Plan,
     Row,
     ShardPlan,
-    config_dict,
     content_of,
     make_plan,
     max_quarantine_fraction,
@@ -95,17 +94,13 @@ def build(
         total = sum(len(shard.rows) for shard in plan.shards)
         done = 0
         progress(done, total, len(plan.rejected) + len(bad))
-        try:
-            _check_share(config, plan, bad)
-            for sidecar in _run(config, plan, out, num_cpus_per_task):
-                sidecars.append(sidecar)
-                bad |= {record["key"]: record for record in sidecar["quarantine"]}
-                done += sidecar["num_planned"]
-                progress(done, total, len(plan.rejected) + len(bad))
-                _check_share(config, plan, bad)
-        except TooManyUnusable:
-            _write_quarantine(store, _records(plan, bad))  # says which photos, and why
-            raise
+        _check_share(config, plan, store, bad)
+        for sidecar in _run(config, plan, out, num_cpus_per_task):
+            sidecars.append(sidecar)
+            bad |= {record["key"]: record for record in sidecar["quarantine"]}
+            done += sidecar["num_planned"]
+            progress(done, total, len(plan.rejected) + len(bad))
+            _check_share(config, plan, store, bad)
         _write_quarantine(store, _records(plan, bad))
         manifest = _manifest(config, plan, store, sidecars, bad)
         store.remove_temporaries()
@@ -146,13 +141,14 @@ def _run(config: DataConfig, plan: Plan, out: str, num_cpus_per_task: float) -> 
         yield json.loads(row["sidecar"])
 
 
-def _check_share(config: DataConfig, plan: Plan, bad: dict[str, dict]) -> None:
+def _check_share(config: DataConfig, plan: Plan, store: Store, bad: dict[str, dict]) -> None:
     """Raises TooManyUnusable as soon as the share is exceeded, before the rest of a large source is decoded."""
     records = _records(plan, bad)
     num_photos = len(plan.source.items) + len(plan.rejected)
     allowed = max_quarantine_fraction(config)
     if len(records) <= allowed * num_photos:
         return
+    _write_quarantine(store, records)  # says which photos, and why
     reasons = ", ".join(f"{count} {reason}" for reason, count in _reasons(records).items())
     first = "; ".join(f"{record['key']}: {record['message']}" for record in records[:3])
     raise TooManyUnusable(
@@ -176,13 +172,7 @@ def _write_quarantine(store: Store, records: list[dict]) -> None:
         pq.write_table(pa.Table.from_pylist(records, schema=QUARANTINE_SCHEMA), streams[QUARANTINE])
 
 
-def _manifest(
-    config: DataConfig,
-    plan: Plan,
-    store: Store,
-    sidecars: list[dict],
-    bad: dict[str, dict],
-) -> Manifest:
+def _manifest(config: DataConfig, plan: Plan, store: Store, sidecars: list[dict], bad: dict[str, dict]) -> Manifest:
     assert len(sidecars) == len(plan.shards), f"{len(sidecars)} of {len(plan.shards)} shards came back"
     num_images = dict.fromkeys((s.split for s in plan.shards), 0)
     conversions: Counter = Counter()
@@ -197,12 +187,14 @@ def _manifest(
         if not count:
             raise TooManyUnusable(f"no photo of the {split} split can be used: {_reasons(_records(plan, bad))}")
     shards = [Shard(**fields) for sidecar in sidecars for fields in sidecar["files"]]
-    _check_sizes(store, shards)
+    # Each task has counted and hashed what it wrote; here the driver looks at all files once more.
+    if problems := store.problems({shard.path: {"bytes": shard.bytes} for shard in shards}):
+        raise OSError(f"{store.uri}: {problems[0]}; start the build again")
     _check_known(config, store, shards)
     return Manifest(
         dataset=config.dataset,
         plan_hash=plan.hash,
-        config=config_dict(config),
+        config={name: value for name, value in asdict(config).items() if name != "root"},  # the listing_hash says more
         source=dict(
             name=plan.source.name,
             recognised_by=plan.source.why,
@@ -222,16 +214,6 @@ def _manifest(
         shards=sorted(shards, key=lambda shard: shard.path),
         versions=plan.versions,
     )
-
-
-def _check_sizes(store: Store, shards: list[Shard]) -> None:
-    """Each task has counted and hashed what it wrote; here the driver looks at all files once more."""
-    for shard, info in zip(shards, store.infos([shard.path for shard in shards]), strict=True):
-        found = None if info is None else info.bytes
-        if found != shard.bytes:
-            raise OSError(
-                f"{store.uri_of(shard.path)} has {found} bytes, {shard.bytes} were written; start the build again"
-            )
 
 
 def _check_known(config: DataConfig, store: Store, shards: list[Shard]) -> None:
@@ -312,10 +294,9 @@ def _write_shard(task: dict, *, config: DataConfig, source: tuple[str, str], out
 
 
 def _is_intact(store: Store, sidecar: dict, plan_hash: str) -> bool:
-    if sidecar["plan_hash"] != plan_hash:
-        return False
     try:
-        return all(store.sha256(shard["path"]) == shard["sha256"] for shard in sidecar["files"])
+        same = (store.sha256(shard["path"]) == shard["sha256"] for shard in sidecar["files"])
+        return sidecar["plan_hash"] == plan_hash and all(same)
     except FileNotFoundError:
         return False
 

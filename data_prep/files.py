@@ -209,12 +209,6 @@ class Store:
         found = self.filesystem.get_file_info(self.path(relative))
         return None if found.type == pafs.FileType.NotFound else self._entry(found)
 
-    @retried
-    def infos(self, relatives: Sequence[str]) -> list[FileEntry | None]:
-        """The same for many paths in one call."""
-        found = self.filesystem.get_file_info([self.path(relative) for relative in relatives])
-        return [None if each.type == pafs.FileType.NotFound else self._entry(each) for each in found]
-
     def exists(self, relative: str) -> bool:
         return self.info(relative) is not None
 
@@ -285,7 +279,7 @@ class Store:
         for path, expected in files.items():
             if path not in present:
                 wrong.append(f"{path} is missing")
-            elif present[path] != expected["bytes"]:
+            elif present[path] != expected.get("bytes", present[path]):
                 wrong.append(f"{path} has {present[path]} bytes instead of {expected['bytes']}")
             elif hashed and self.sha256(path) != expected["sha256"]:
                 wrong.append(f"{path} does not match its checksum")

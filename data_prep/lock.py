@@ -12,6 +12,7 @@ folders of their own, and files appear whole.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -21,7 +22,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -34,28 +35,14 @@ SETTLE_SEC = 1.0  # how long a rival may need to overwrite a lease
 _LOOK_SEC = 0.25
 
 
-class Clock(Protocol):
-    """What the module `time` has; tests pass one of their own."""
-
-    def time(self) -> float: ...
-    def monotonic(self) -> float: ...
-    def sleep(self, seconds: float, /) -> None: ...
-
-
 class Lock:
     """Context manager; raises UserError (one line: who holds it, since when) when the folder is in use.
 
-    `grace_sec`: how long to wait for a living holder to end before refusing, for holders that may be dying already.
+    grace_sec: how long to wait for a living holder to end before refusing, for holders that may be dying already.
+    clock: the module `time`, or what a test has of it.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        file: str = "run.lock",
-        grace_sec: float = 0.0,
-        clock: Clock = time,
-    ) -> None:
+    def __init__(self, store: Store, *, file: str = "run.lock", grace_sec: float = 0.0, clock: Any = time) -> None:
         self.store, self.file, self.grace_sec, self.clock = store, file, grace_sec, clock
         self.lost = False  # another process took the lock because this one had been silent for too long
         self.token = uuid.uuid4().hex
@@ -91,8 +78,7 @@ class Lock:
 
     def check(self) -> None:
         """Raises UserError when another process took the lock over, which can happen to one that was suspended."""
-        found = self._read()
-        if not self._is_ours(found):
+        if not self._is_ours(found := self._read()):
             raise UserError(f"{self.store.uri} was taken over by {described(found or {})}, this process stops")
 
     def holder(self) -> dict[str, Any] | None:
@@ -110,10 +96,9 @@ class Lock:
         if path is None:
             if self._read() is not None:
                 return False
-            self._write()
+            self.store.write_bytes(self.file, self._content())
             self.clock.sleep(SETTLE_SEC)
-            found = self._read()
-            if not self._is_ours(found):
+            if not self._is_ours(found := self._read()):
                 raise UserError(refusal_to_share(self.store, found or {}))
             return True
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,27 +154,23 @@ class Lock:
         except FileNotFoundError:
             return
         if _parse(aside.read_bytes()).get("token") != dead.get("token"):  # a rival's new lock: put it back
-            try:
+            with contextlib.suppress(FileExistsError):
                 os.link(aside, path)
-            except FileExistsError:
-                pass
         aside.unlink()
 
     # ---- holding it ----
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_SEC) and not self.lost:
-            try:
+            with contextlib.suppress(OSError):  # the next heartbeat tries again
                 self.beat()
-            except OSError:
-                continue  # the next heartbeat tries again
 
     def beat(self) -> None:
         """One heartbeat, or `lost` where another process holds the lock."""
         found = self._read()
         self.lost = found is not None and not self._is_ours(found)
         if not self.lost:
-            self._write()
+            self.store.write_bytes(self.file, self._content())
 
     # ---- its content ----
 
@@ -202,9 +183,6 @@ class Lock:
             return _parse(self.store.read_bytes(self.file))
         except FileNotFoundError:
             return None
-
-    def _write(self) -> None:
-        self.store.write_bytes(self.file, self._content())
 
     def _content(self) -> bytes:
         process = psutil.Process()

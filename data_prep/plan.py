@@ -21,7 +21,7 @@ import importlib.metadata
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -169,11 +169,6 @@ def _tiles(config: DataConfig, split: str, item: Item, data: bytes) -> list[Row]
 def refuse_small(side: int, needed: int) -> None:
     if side < needed:
         raise images.UnusableImage("too_small", f"short side of {side} pixels, at least {needed} needed")
-
-
-def config_dict(config: DataConfig) -> dict:
-    """For the manifest: all but `root`, a place, whose contents are in the listing hash."""
-    return {name: value for name, value in asdict(config).items() if name != "root"}
 
 
 def quarantine_record(reader: Reader, item: Item, reason: str, message: str) -> tuple[dict, str]:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -55,10 +55,12 @@ def verify(uri: str, *, progress: Callable[[int, int], None] = lambda done, tota
     manifest = dataset.manifest
     problems = _quarantine_problems(dataset)
     parts: dict[str, list[_Part]] = {split: [] for split in manifest.num_images}
-    groups = _groups(manifest)
+    groups: dict[tuple[str, int], list[Shard]] = {}  # files that hold the same rows
+    for shard in manifest.shards:
+        groups.setdefault((shard.split, shard.index), []).append(shard)
     done, total = 0, sum(manifest.num_images.values())
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        for part in pool.map(lambda shards: _verify_part(dataset, shards), groups):
+        for part in pool.map(lambda name: _verify_part(dataset, groups[name]), sorted(groups)):  # in row order
             parts[part.split].append(part)
             problems += part.problems
             done += len(part.keys)
@@ -66,26 +68,24 @@ def verify(uri: str, *, progress: Callable[[int, int], None] = lambda done, tota
     if problems:
         return problems  # what is summed up below would only repeat them
     for split, found in parts.items():
-        problems += _split_problems(manifest, split, [key for part in found for key in part.keys])
+        keys, expected = [key for part in found for key in part.keys], manifest.num_images[split]
+        wrong = {
+            f"{len(keys)} rows, {expected} in the manifest": len(keys) != expected,
+            "a key occurs twice": len(set(keys)) != len(keys),
+            "the keys are not those of the manifest": keys_hash(keys) != manifest.split_hashes[split],
+        }
+        problems += [f"{split}: {text}" for text, is_so in wrong.items() if is_so]
     conversions = sum((part.conversions for found in parts.values() for part in found), Counter())
     if dict(sorted(conversions.items())) != manifest.conversions:
         problems.append(f"conversions: the flags say {dict(conversions)}, the manifest {manifest.conversions}")
     return problems
 
 
-def _groups(manifest: Manifest) -> list[list[Shard]]:
-    """Files that hold the same rows, in row order."""
-    groups: dict[tuple[str, int], list[Shard]] = {}
-    for shard in manifest.shards:
-        groups.setdefault((shard.split, shard.index), []).append(shard)
-    return [groups[name] for name in sorted(groups)]
-
-
 def _quarantine_problems(dataset: Dataset) -> list[str]:
-    problem = _file_problem(dataset, QUARANTINE, dataset.manifest.quarantine_sha256)
-    if problem:
-        return [problem]
-    with open_store(dataset.uri).open(QUARANTINE) as stream:
+    store = open_store(dataset.uri)
+    if problems := store.problems({QUARANTINE: {"sha256": dataset.manifest.quarantine_sha256}}, hashed=True):
+        return list(problems)
+    with store.open(QUARANTINE) as stream:
         try:
             table = open_parquet(stream, name=QUARANTINE).read()
         except UnsafeTable as error:
@@ -98,17 +98,9 @@ def _quarantine_problems(dataset: Dataset) -> list[str]:
     return []
 
 
-def _file_problem(dataset: Dataset, path: str, sha256: str) -> str | None:
-    try:
-        found = open_store(dataset.uri).sha256(path)
-    except FileNotFoundError:
-        return f"{path}: missing"
-    return None if found == sha256 else f"{path}: sha256 differs from the manifest"
-
-
 def _verify_part(dataset: Dataset, shards: list[Shard]) -> _Part:
-    part = _Part(shards[0].split)
-    part.problems += [text for shard in shards if (text := _file_problem(dataset, shard.path, shard.sha256))]
+    part, files = _Part(shards[0].split), {shard.path: asdict(shard) for shard in shards}
+    part.problems += open_store(dataset.uri).problems(files, hashed=True)
     config = dataset.manifest.config
     wanted = {(resolution, bits) for resolution in config["resolutions"] for bits in config["bits"]}
     for resolution, bits in sorted(wanted - {(shard.resolution, shard.bits) for shard in shards}):
@@ -171,17 +163,6 @@ def _layout(shard: Shard, reader: pq.ParquetFile) -> list[str]:
     rows = [reader.metadata.row_group(i).num_rows for i in range(reader.num_row_groups)]
     if rows != shard.row_group_rows:
         problems.append(f"{shard.path}: row groups have {rows} rows, {shard.row_group_rows} in the manifest")
-    return problems
-
-
-def _split_problems(manifest: Manifest, split: str, keys: list[str]) -> list[str]:
-    problems = []
-    if len(keys) != manifest.num_images[split]:
-        problems.append(f"{split}: {len(keys)} rows, {manifest.num_images[split]} in the manifest")
-    if len(set(keys)) != len(keys):
-        problems.append(f"{split}: a key occurs twice")
-    if keys_hash(keys) != manifest.split_hashes[split]:
-        problems.append(f"{split}: the keys are not those of the manifest")
     return problems
 
 

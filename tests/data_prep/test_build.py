@@ -148,7 +148,7 @@ def test_damaged_shard_is_found_and_written_again(config: DataConfig, tmp_path: 
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    assert verify(str(out)) == [f"{path.relative_to(out)}: sha256 differs from the manifest"]
+    assert verify(str(out)) == [f"{path.relative_to(out)} does not match its checksum"]
     build(config, out=str(out), progress=quiet)
     assert contents(out) == before
 

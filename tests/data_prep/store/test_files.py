@@ -42,7 +42,6 @@ def test_listing_names_files_and_folders_below(store: Store) -> None:
         store.write_text(name, "xx")
     assert [(e.path, e.is_folder) for e in store.list()] == [("a", True), ("b", False)]
     assert [(e.path, e.bytes) for e in store.walk("a")] == [("a/1", 2), ("a/2/3", 2)]
-    assert [e and e.bytes for e in store.infos(["b", "no"])] == [2, None]
     assert store.list("nothing/here") == []
 
 

@@ -281,6 +281,6 @@ def test_verify(
     code, out, _ = verify()
     assert code == 1
     assert out.splitlines()[-2:] == [
-        f"{victim.relative_to(dataset)}: sha256 differs from the manifest",
+        f"{victim.relative_to(dataset)} does not match its checksum",
         f"damaged: {dataset} (problems: 1; to build it anew: --rerun prepare_data)",
     ]
