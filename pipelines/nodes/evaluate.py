@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -232,45 +232,39 @@ class Scores:
 
     def __init__(self, configs: Mapping[str, SPNConfig]) -> None:
         self.configs = configs  # of each stage's network
-        # By the chunk's first row: (key, bits/dim of each stage's part, total), {stage: [slices, 3] over its images}.
-        self._chunks: dict[int, tuple[pa.Table, dict[str, np.ndarray]]] = {}
-        self._first = pa.table({})  # the first chunk as it was scored
+        # By a chunk's first row: {"key", column of the chunk or "total": of each image}, {column: [slices, 3], summed}.
+        self._chunks: dict[int, tuple[dict[str, Any], dict[str, np.ndarray]]] = {}
 
     def add(self, rows: range, table: pa.Table) -> None:
-        bits = {stage: self._bits(table, stage) for stage in self.configs}
-        own = {stage: self._own(part, stage) for stage, part in bits.items()}
-        columns = {"key": table.column("key"), **own, "total": np.sum(list(own.values()), axis=0)}
-        self._chunks[rows.start] = pa.table(columns), {stage: part.sum(0) for stage, part in bits.items()}
-        if rows.start == 0:
-            self._first = table
-
-    def table(self) -> pa.Table:
-        """A row per image: key, each stage, total."""
-        return pa.concat_tables(self._chunks[start][0] for start in sorted(self._chunks)).combine_chunks()
+        unit = bits_per_dim(1.0, num_images=1, image_size=next(iter(self.configs.values())).image_size)
+        own, sums = {"key": table.column("key")}, {}
+        for column in table.column_names[1:]:
+            stage = column.partition("/")[0]
+            bits = unit * table.column(column).combine_chunks().flatten().to_numpy().reshape(len(table), -1, 3)
+            own[column] = bits[:, 1 if first_given(stage, self.configs) else 0 :].sum((1, 2))
+            sums[column] = bits.sum(0)
+            total = "total" + column.removeprefix(stage)
+            own[total] = own.get(total, 0) + own[column]
+        self._chunks[rows.start] = own, sums
 
     def of(self, part: str) -> np.ndarray:
         """[N] of a stage, or of "total"."""
-        return self.table().column(part).to_numpy()
+        return np.concatenate([self._chunks[start][0][part] for start in sorted(self._chunks)])
+
+    def table(self) -> pa.Table:
+        """A row per image: key, each stage, total."""
+        keys = pa.concat_arrays(c for start in sorted(self._chunks) for c in self._chunks[start][0]["key"].chunks)
+        return pa.table({"key": keys, **{part: self.of(part) for part in (*self.configs, "total")}})
 
     def mean(self, stage: str) -> np.ndarray:
         """[slices, 3] over all images; also of a slice that the chain takes from another network."""
-        sums = [self._chunks[start][1][stage] for start in sorted(self._chunks)]
-        return np.sum(sums, axis=0) / self.table().num_rows
+        return np.sum([self._chunks[start][1][stage] for start in sorted(self._chunks)], axis=0) / len(self.of(stage))
 
     def difference(self, other: str) -> Difference:
         """Of the first chunk's images, in the columns of this name less the result."""
-        found = [self._own(self._bits(self._first, stage + other), stage) for stage in self.configs]
-        change = np.sum(found, axis=0) - self._chunks[0][0].column("total").to_numpy()
+        first = self._chunks[0][0]
+        change = first["total" + other] - first["total"]
         return Difference(difference=change.mean(), standard_error=standard_error(change), num_images=len(change))
-
-    def _bits(self, table: pa.Table, column: str) -> np.ndarray:
-        """[n, slices, 3]."""
-        nats = table.column(column).combine_chunks().flatten().to_numpy().reshape(len(table), -1, 3)
-        return nats * bits_per_dim(1.0, num_images=1, image_size=next(iter(self.configs.values())).image_size)
-
-    def _own(self, bits: np.ndarray, stage: str) -> np.ndarray:
-        """[n, slices, 3] -> [n]: of the slices that the stage answers for."""
-        return bits[:, 1 if first_given(stage, self.configs) else 0 :].sum((1, 2))
 
 
 class ScoringWorker:
@@ -349,7 +343,7 @@ def _path(rows: range) -> str:
 def _finished(store: Store, rows: range) -> pa.Table | None:
     """A chunk that an earlier start scored; None: it is not there, or damaged, as its checksums say."""
     try:
-        with store.filesystem.open_input_file(store.path(_path(rows))) as stream:
+        with store.open(_path(rows)) as stream:
             table = open_parquet(stream, name=_path(rows), page_checksum_verification=True).read(use_threads=False)
         return table if len(table) == len(rows) else None
     except (OSError, pa.ArrowInvalid):
