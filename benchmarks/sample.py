@@ -5,13 +5,14 @@
 
     python benchmarks/sample.py --chain FOLDER --decoder jacobi --batch 1 16 64   # as full_multidim.py --export writes
 
-Every stage is drawn as the pipeline draws it (spn/sampling.py), embedder and all. Preparing (packing weights,
-compiling, recording graphs), once for a batch size, is apart: `setup_sec`. With --slices only the last so many slices
+Every stage is drawn by spn/sampling.py, embedder and all; with random weights by the fused kernels, whose time does not
+depend on what they draw. Preparing (packing weights, compiling, recording graphs), once for a batch size, is apart:
+`setup_sec`. With --slices only the last so many slices
 of a stage are drawn and its time is scaled to all of them, since each slice is the same work: `measured_steps` of
 `pixel_steps`.
 
 --chain measures trained networks, each on the images of the one before. `passes_a_slice` is how often Jacobi iteration
-ran the decoder, on average over slices.
+ran the decoder, on average over slices and images; `setup_sec` has the time of one slice in it.
 
 floor_sec is the time in which memory could deliver what every pixel step has to read: the decoder's weights, and keys
 and values of the pixels before, for each image (bandwidth: the card's data sheet).
@@ -35,7 +36,6 @@ from pipelines.config import ExperimentConfig, stage_model_config, stage_names
 from pipelines.loading import load
 from spn.checkpoint import load_chain
 from spn.config import DECODERS, PRECISIONS, SPNConfig
-from spn.decoding.jacobi import JacobiDecoder
 from spn.model import SPN
 from spn.ordering import image_to_slices
 from spn.sampling import rows_to_sample, sample_chain, sample_stage, uniforms
@@ -120,18 +120,19 @@ def measure_chain(models: dict[str, SPN], *, batch: int, precision: str, decoder
         blank, slices = torch.zeros(shape, dtype=torch.long, device=device), None
         if stage != "first_slice":
             slices = image_to_slices(blank, config.scaling_factor)[:, :-1]
-        rows = blank[:, :, : config.slice_size, : config.slice_size]
-        began = time.perf_counter()  # records, or compiles, with a slice that is given
+        began = time.perf_counter()
         given = blank if config.num_given_bits else None
-        sample_stage(model, blank.double(), given=given, slices=slices, rows=rows, **options)
+        sample_stage(
+            model, torch.rand(shape, dtype=torch.float64, device=device), given=given, slices=slices, **options
+        )
         _wait(device)
         setup += time.perf_counter() - began
         decode = list(decoders.values())[-1]  # of this stage
-        before, began = decode.num_passes if isinstance(decode, JacobiDecoder) else 0, time.perf_counter()
+        before, began = getattr(decode, "num_passes", None), time.perf_counter()
         drawn = sample_chain({stage: model}, seed=0, images=range(batch), **known, **options)[stage]
         _wait(device)
         stages[stage] = {"sec": time.perf_counter() - began}
-        if isinstance(decode, JacobiDecoder):
+        if before is not None:
             num_slices = rows_to_sample([config], num_known_slices=int("slices" in known)) / config.slice_size
             stages[stage]["passes_a_slice"] = (decode.num_passes - before) / num_slices
         known = {"slices": drawn[:, None]} if stage == "first_slice" else {"image": drawn}
@@ -167,7 +168,8 @@ def measure_stage(network: SPNConfig, *, batch: int, precision: str, slices: int
         _wait(device)
         began = time.perf_counter()
         kept = None if network.stage == "first_slice" else known
-        sample_stage(model, uniform, given=given, slices=kept, precision=precision, decoders=decoders)
+        options = dict(precision=precision, decoder="fused" if on_gpu else "plain", decoders=decoders)
+        sample_stage(model, uniform, given=given, slices=kept, **options)
         _wait(device)
         return time.perf_counter() - began
 

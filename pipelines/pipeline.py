@@ -65,6 +65,7 @@ NOT_SEMANTIC = {
     "pipelines.tracking": "logs to MLflow",
     "spn.gpu.flops": "counts FLOPs for a logged utilisation",
     "spn.decoding.jacobi": "draws what the network draws one value after the other; its passes only get there sooner",
+    "spn.gpu.jacobi": "the same on a GPU",
 }
 SOURCES = Sources(ROOT, ("spn", "data_prep", "pipelines"), frozenset(NOT_SEMANTIC))
 

@@ -43,6 +43,7 @@ def uniforms(seed: int, *, stage: str, images: Sequence[int | str], image_size: 
 
 Decode = Callable[..., Tensor]  # (context, draws, *, on_row): values [B, 3, h, w] of a slice
 
+FEW_BITS = 3  # d1 of the paper
 EMBEDDED_AT_ONCE = 64  # images; enough to fill a GPU, so that its memory is left to the decoder's caches
 
 
@@ -58,17 +59,24 @@ def slice_decoder(
 ) -> Decode:
     """What decodes slices of a network in batches of one size.
 
-    decoder: fused, the kernels of spn/gpu; plain, decoding.py on any device; jacobi, all values at once (jacobi.py);
-    auto, fused on a GPU if they cover the network, otherwise plain. precision: of the weights and caches of fused, of
-    the products of jacobi on a GPU; those of plain are the network's own. coded: for draws with a coder.
+    decoder: fused, the kernels of spn/gpu; plain, incremental.py on any device; jacobi, all values at once (jacobi.py);
+    auto, on a GPU jacobi for size upscaling of few bits, whose values are nearly certain, otherwise fused if the
+    kernels cover the network, otherwise plain. precision: of weights and caches on a GPU; those of plain are the
+    network's own. coded: for draws with a coder, which takes one value after the other.
     Raises ValueError for another decoder or precision, and where fused is asked for but impossible.
     """
     for name, value, allowed in (("precision", precision, PRECISIONS), ("decoder", decoder, DECODERS)):
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+    on_gpu, config = next(model.parameters()).device.type == "cuda", model.config
+    if decoder == "auto" and on_gpu and not coded and config.stage == "size_upscale" and config.num_bits <= FEW_BITS:
+        decoder = "jacobi"
+    if decoder == "jacobi" and on_gpu:
+        from spn.gpu.jacobi import JacobiDecoder as GraphJacobiDecoder
+
+        return GraphJacobiDecoder(model, batch, temperature=temperature, top_p=top_p, precision=precision)
     if decoder == "jacobi":
         return JacobiDecoder(model, batch, temperature=temperature, top_p=top_p, precision=precision)
-    on_gpu = next(model.parameters()).device.type == "cuda"
     if decoder == "fused" or (decoder == "auto" and on_gpu):
         from spn.gpu.folding import not_covered
         from spn.gpu.fused import FusedDecoder
@@ -79,7 +87,7 @@ def slice_decoder(
             return FusedDecoder(model, batch, dtype=dtype, temperature=temperature, top_p=top_p, coded=coded)
         if decoder == "fused":
             raise ValueError(f"decoder is 'fused', but {reason}")
-        logging.getLogger(__name__).warning("%s is sampled by the plain decoder: %s", model.config.stage, reason)
+        logging.getLogger(__name__).warning("%s is sampled by the plain decoder: %s", config.stage, reason)
     return functools.partial(decode_slice, prepare(model))
 
 

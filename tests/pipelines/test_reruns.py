@@ -189,7 +189,7 @@ DECIDE_NOTHING = {  # an addition lets changed results be skipped, so it needs a
     *("data_prep.files", "data_prep.lock", "data_prep.verify"),
     *("pipelines.cluster", "pipelines.config", "data_prep.ray_compat", "pipelines.tracking"),
     *("pipelines.dag.masking", "pipelines.dag.node", "pipelines.dag.progress", "pipelines.nodes.memory"),
-    *("pipelines.nodes.registry", "pipelines.nodes.workers", "spn.gpu.flops", "spn.decoding.jacobi"),
+    *("pipelines.nodes.registry", "pipelines.nodes.workers", "spn.gpu.flops", "spn.gpu.jacobi", "spn.decoding.jacobi"),
 }
 
 

@@ -5,13 +5,15 @@ python -m pytest -m gpu tests/spn/gpu/test_jacobi.py
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from spn.decoding.incremental import Draws
-from spn.decoding.jacobi import JacobiDecoder
+from spn.gpu.jacobi import JacobiDecoder
 from spn.model import SPN
 from spn.sampling import sample_slice_slowly, uniforms
 
@@ -22,19 +24,29 @@ DECODER = dict(num_layers=3, conv_channels=32, residual_channels=96, num_attn_la
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recipe", ["paper", "modern"])
 @torch.no_grad()
-def test_a_recorded_pass_draws_what_is_drawn_one_by_one(
+def test_an_image_is_what_its_last_graph_draws_one_value_after_the_other(
     recipe: str, precision: str, tiny_spn: Callable[..., SPN]
 ) -> None:
     decoder = dict(DECODER, recipe=recipe, attn_head_dim=32)
-    model = tiny_spn("size_upscale", seed=1, image_size=32, scaling_factor=2, num_bits=3, decoder=decoder)
+    model = tiny_spn("size_upscale", seed=1, image_size=16, scaling_factor=2, num_bits=3, decoder=decoder)
     model = model.float().cuda()
-    decode = JacobiDecoder(model, 4, precision=precision)
-    for seed in (0, 1):  # the graph is recorded with the first and played with the second
-        uniform = uniforms(seed, stage="any", images=range(4), image_size=16).cuda()
-        context = torch.randn(4, 16, 16, model.config.embedder.conv_channels, device="cuda")
-        known = torch.randint(8, (4, 3, 2 * seed, 16), device="cuda")
-        guess = torch.randint(8, (4, 3, 16, 16), device="cuda")
+    decode = JacobiDecoder(model, 5, precision=precision)
+    assert decode.widths == [5, 3, 2, 1]
+    rounded = copy.deepcopy(model).to(getattr(torch, precision))
+    for seed in (0, 1):  # graphs are recorded with the first and played with the second
+        uniform = uniforms(seed, stage="any", images=range(5), image_size=8).cuda()
+        context = torch.randn(5, 8, 8, model.config.embedder.conv_channels, device="cuda", dtype=decode.dtype)
+        known = torch.randint(8, (5, 3, 2 * seed, 8), device="cuda")
+        guess = torch.randint(8, (5, 3, 8, 8), device="cuda")
         draws = Draws(uniform, known=known, guess=guess)
-        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bfloat16", cache_enabled=False):
-            slow = sample_slice_slowly(model, context, draws)
-        assert torch.equal(decode(context, draws), slow)
+        drawn = decode(context, draws)
+        one_by_one = []
+        for width in decode.widths:  # of the products, whose rounding may depend on it
+            parts = []
+            for rows in torch.arange(5 * width, device="cuda").remainder(5).split(width):
+                own = replace(draws, uniform=uniform[rows], known=known[rows])
+                parts.append(sample_slice_slowly(rounded, context[rows], own))
+            one_by_one.append(torch.cat(parts)[:5])
+        for image in range(5):
+            assert any(torch.equal(drawn[image], slow[image]) for slow in one_by_one)
+    assert len(decode.recordings) > 1
