@@ -250,12 +250,10 @@ class TrainNodeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoringConfig:
+class ScoringConfig(EvaluateConfig):
     """What `evaluate` and `score_images` have in common."""
 
     stages: tuple[str, ...]  # in chain order
-    batch_size: int  # images
-    precision: str
     resources: NodeResources = field(metadata=NOT_SEMANTIC)
 
 
@@ -377,12 +375,9 @@ def broken_rules(config: ExperimentConfig) -> Iterator[str]:
     if c.image_fit not in ("data", "exact"):
         yield f"image_fit is {c.image_fit!r}; it must be data or exact"
     of_images = {f"sample.{key}": value for key, value in c.sample.set_for_images().items()}
-    if c.image_bits is not None:
-        of_images["image_bits"] = c.image_bits
-    if c.image_fit != "data":
-        of_images["image_fit"] = c.image_fit
+    of_images |= {"image_bits": c.image_bits, "image_fit": c.image_fit}
     for key, value in of_images.items():
-        if c.images is None:
+        if c.images is None and value not in (None, "data"):
             yield f"{key} is {value}, but images is not set; images=FILE says which images"
     for stage in c.stages:
         if stage not in STAGES:

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from rich.console import Console
 from rich.table import Table
 
-from data_prep.files import UserError, join, open_store, printable
+from data_prep.files import Store, UserError, join, open_store, printable
 from data_prep.lock import Lock
 from data_prep.parquet import open_dataset
 from data_prep.verify import counts, verify
@@ -58,12 +58,15 @@ print(bits_per_dim(float(nats.sum()), num_images=4, image_size={image_size}))
 """
 
 
+def _plan(config: ExperimentConfig, store: Store, *only: str) -> planning.Plan:
+    return planning.plan(nodes_of(config, store), store, sources=pipeline.SOURCES, only=only)
+
+
 def show_status(config: ExperimentConfig) -> int:
     """Prints what the run folder holds of every node. Needs neither Ray nor MLflow."""
     store = run_folder(config)
-    nodes = nodes_of(config, store)
     with reading(store):
-        table = status.lines(planning.plan(nodes, store, sources=pipeline.SOURCES))
+        table = status.lines(_plan(config, store))
     print("\n".join([f"run folder: {store.uri}", *table]))
     return DONE
 
@@ -74,11 +77,10 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
     Raises UserError when they are to be deleted while a start uses the run folder.
     """
     store = run_folder(config)
-    nodes = nodes_of(config, store)
     with locked(Lock(store)) if delete and store.list("nodes") else contextlib.nullcontext():
         with reading(store):
             holder = None if delete else Lock(store).holder()
-            plan = planning.plan(nodes, store, sources=pipeline.SOURCES)
+            plan = _plan(config, store)
             if found := status.find_garbage(plan, holder=holder):  # else there is no need to ask MLflow
                 uri = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
                 named = registry.attempts_with_alias(uri, experiment=config.name)
@@ -100,7 +102,7 @@ def export(config: ExperimentConfig, where: str) -> int:
     store, target, stages = run_folder(config), open_store(where), stage_names(config)
     if target.info() is not None:
         raise UserError(f"--export: {where} exists; remove it or choose another name")
-    plan = planning.plan(nodes_of(config, store), store, sources=pipeline.SOURCES, only=["evaluate"])
+    plan = _plan(config, store, "evaluate")
     if (evaluated := plan["evaluate"].success) is None:
         raise UserError(f"--export: evaluate has no finished output ({plan['evaluate'].reason}); run it first")
     for stage in stages:
@@ -139,7 +141,7 @@ def verify_dataset(uri: str) -> int:
 def dataset_of(config: ExperimentConfig) -> str:
     """URI of the dataset that the config's nodes would read now. Raises UserError when it is not built."""
     store, node = run_folder(config), "prepare_data"
-    decision = planning.plan(nodes_of(config, store), store, sources=pipeline.SOURCES, only=[node])[node]
+    decision = _plan(config, store, node)[node]
     if decision.success is None:
         raise UserError(f"--verify: config {config.name} has no finished dataset ({decision.reason}); build it first")
     output = decision.success.output(store)

@@ -6,6 +6,7 @@ unfinished, whatever else lies there. _STARTED.json only helps to explain and to
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
 import posixpath
@@ -203,10 +204,8 @@ def _read(store: Store, node: str, fingerprint: str, folder: str) -> Attempt:
     names = {posixpath.basename(entry.path) for entry in store.list(folder)}
     started: dict[str, Any] = {}
     if STARTED in names:
-        try:
+        with contextlib.suppress(ValueError):  # only an aid; the attempt itself is judged by its files
             started = json.loads(store.read_bytes(posixpath.join(folder, STARTED)))
-        except ValueError:
-            pass  # only an aid; the attempt itself is judged by its files
     success, damage = None, ""
     if SUCCESS in names:
         try:

@@ -198,9 +198,9 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _change(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    if key not in old:
-        return f"{key} = {new[key]} is new"
-    return f"{key} {old[key]} -> {new[key]}" if key in new else f"{key} is gone"
+    if key in old:
+        return f"{key} {old[key]} -> {new[key]}" if key in new else f"{key} is gone"
+    return f"{key} = {new[key]} is new"
 
 
 def _some(names: list[str]) -> str:
@@ -226,7 +226,10 @@ def _imports(tree: ast.Module, *, package: str) -> Iterator[str]:
     queue: list[ast.AST] = [tree]
     while queue:
         node = queue.pop()
-        if isinstance(node, ast.If) and _is_type_checking(node.test):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in (
+            getattr(node.test, "id", ""),
+            getattr(node.test, "attr", ""),
+        ):
             queue.extend(node.orelse)
             continue
         if isinstance(node, ast.Import):
@@ -241,19 +244,12 @@ def _imports(tree: ast.Module, *, package: str) -> Iterator[str]:
         queue.extend(ast.iter_child_nodes(node))
 
 
-def _is_type_checking(test: ast.expr) -> bool:
-    return "TYPE_CHECKING" in (getattr(test, "id", ""), getattr(test, "attr", ""))
-
-
 def _text(node: Any) -> str:
     """Syntax tree as text without bare strings and empty fields (Python versions differ in which empty ones exist)."""
     if isinstance(node, list):
-        return "[" + ",".join(_text(item) for item in node if not _is_bare_string(item)) + "]"
+        bare = [isinstance(n, ast.Expr) and isinstance(getattr(n.value, "value", None), str) for n in node]
+        return "[" + ",".join(_text(item) for item, is_bare in zip(node, bare, strict=True) if not is_bare) + "]"
     if not isinstance(node, ast.AST):
         return repr(node)
     fields = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
     return type(node).__name__ + "(" + ",".join(f"{name}={_text(value)}" for name, value in fields) + ")"
-
-
-def _is_bare_string(node: Any) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
