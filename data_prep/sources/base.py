@@ -428,23 +428,11 @@ class Reader:
         if not isinstance(row, pa.Scalar):
             return bytes(row)
         image = row.as_py()
-        data = image.get("bytes") if isinstance(image, dict) else image
+        data = image["bytes"] if isinstance(image, dict) else image
         if data is None:
-            return self._named_file(image.get("path") if image else None)
+            raise UnusableImage("missing_bytes", "the row has no bytes; a file that it may name is not read")
         _refuse_large(len(data))
         return data
-
-    def _named_file(self, path: str | None) -> bytes:
-        """A row without bytes may name a file, which counts only when it lies below the root."""
-        if path and not is_unsafe(path):
-            try:
-                info = self._store.info(path)
-                _refuse_large(0 if info is None else info.bytes)
-                return self._store.read_bytes(path)
-            except (OSError, ValueError) as error:  # it may not even be a possible name
-                if is_transient(error):
-                    raise
-        raise UnusableImage("missing_bytes", f"the row has no bytes, and no file {path} lies below the source's root")
 
     def _opened(self, path: str) -> pa.NativeFile:
         with readable(path):

@@ -96,7 +96,7 @@ def _add_rows(
     number = 0
     for block in range(file.num_row_groups):
         num_rows = file.metadata.row_group(block).num_rows
-        labels = _column(file, stream, block, ["label"], path).to_pylist() if has_label else [None] * num_rows
+        labels = _column(file, stream, block, "label", path).to_pylist() if has_label else [None] * num_rows
         for row, label in enumerate(labels):
             key, label = f"{path}#{number:07d}", None if label == -1 else label
             found.items.append(Item(key, path, 0, block=block, row=row, label=label, split=split, column=column))
@@ -108,30 +108,26 @@ def read_block(stream: pa.NativeFile, item: Item) -> pa.ChunkedArray:
     with _damage_named(f"{item.path}: row group {item.block}"):  # its pages: the index reads none of this column
         file = _open(stream, item.path)
         assert item.column is not None and item.block is not None
-        kind = file.schema_arrow.field(item.column).type
-        fields = kind if pa.types.is_struct(kind) else ()
-        wanted = [f"{item.column}.{f.name}" for f in fields if f.name == "bytes" or pa.types.is_string(f.type)]
-        wanted = [name for name in wanted if name.endswith((".bytes", ".path"))]
-        return _column(file, stream, item.block, wanted or [item.column], item.path)
+        is_struct = pa.types.is_struct(file.schema_arrow.field(item.column).type)
+        return _column(file, stream, item.block, item.column + (".bytes" if is_struct else ""), item.path)
 
 
-def _column(file: pq.ParquetFile, stream: pa.NativeFile, block: int, names: list[str], path: str) -> pa.ChunkedArray:
-    """One column of a row group, or fields of one, read in small batches: a value that is stored once may be in every
+def _column(file: pq.ParquetFile, stream: pa.NativeFile, block: int, name: str, path: str) -> pa.ChunkedArray:
+    """One column of a row group, or a field of one, read in small batches: a value that is stored once may be in every
     row. Raises UnusableSource decompression_bomb."""
     where = f"{path}: row group {block}"
     group = file.metadata.row_group(block)
-    chunks = [group.column(i) for i in range(group.num_columns)]
-    chunks = [chunk for chunk in chunks if chunk.path_in_schema in names]
+    chunks = [chunk for i in range(group.num_columns) if (chunk := group.column(i)).path_in_schema == name]
     stored = min(stream.size(), sum(chunk.total_compressed_size for chunk in chunks))
     unfolded = sum(_unfolded(stream, chunk) for chunk in chunks)
     refuse_bomb(unfolded, stored=stored, where=where)
     rows = min(65_536, max(1, _BATCH_BYTES // max(1, unfolded)))  # no value is larger than all that is stored
     columns, num_bytes = [], 0
-    for batch in file.iter_batches(rows, row_groups=[block], columns=names, use_threads=False):
+    for batch in file.iter_batches(rows, row_groups=[block], columns=[name], use_threads=False):
         columns.append(batch.column(0))
         num_bytes += batch.nbytes
         refuse_bomb(num_bytes, stored=stored, where=where)
-    return pa.chunked_array(columns, columns[0].type if columns else file.schema_arrow.field(names[0]).type)
+    return pa.chunked_array(columns, columns[0].type if columns else file.schema_arrow.field(name).type)
 
 
 def _unfolded(stream: pa.NativeFile, chunk: pq.ColumnChunkMetaData) -> int:

@@ -112,16 +112,13 @@ def test_a_bomb_is_refused_by_name(make: Callable, message: str, tmp_path: pathl
                 reader.read(item)
 
 
-@pytest.mark.parametrize("kind", ["file", "row", "named"])
+@pytest.mark.parametrize("kind", ["file", "row"])
 def test_a_file_that_is_too_large_for_an_image_goes_to_quarantine(kind: str, tmp_path: pathlib.Path) -> None:
     data = np.random.default_rng(0).bytes(60_000)
     if kind == "row":
         write_images(tmp_path / "a.parquet", [data])
     else:
         (tmp_path / "a.jpg").write_bytes(data)
-    if kind == "named":
-        image = pa.array([{"bytes": None, "path": "a.jpg"}], IMAGE)
-        pq.write_table(pa.table({"image": image}), tmp_path / "a.parquet")
     source = "folder" if kind == "file" else "hf_parquet"
     config = DataConfig(dataset="pictures", image_size=8, resolutions=[8], bits=[8], root=str(tmp_path), source=source)
     (item,) = sources.find(config).items

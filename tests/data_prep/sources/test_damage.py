@@ -123,10 +123,9 @@ def test_storage_that_is_away_for_a_moment_is_nobodys_mistake(
     tmp_path: pathlib.Path, jpegs: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the folder's nor an image's: the same read may work the next time."""
-    rows = pa.array([{"bytes": None, "path": "beside.jpg"}], pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
-    pq.write_table(pa.table({"image": rows}), tmp_path / "part.parquet")
-    (tmp_path / "beside.jpg").write_bytes(jpegs[0][1])
-    made = config(tmp_path, source="hf_parquet")
+    (tmp_path / "photo.jpg").write_bytes(jpegs[0][1])
+    pq.write_table(pa.table({"image": [jpegs[0][1]]}), tmp_path / "part.parquet")
+    made = config(tmp_path, source="folder")
     (item,) = sources.find(made).items
 
     def away(*_: object, **__: object) -> None:
