@@ -43,6 +43,7 @@ def uniforms(seed: int, *, stage: str, images: Sequence[int | str], image_size: 
 
 Decode = Callable[..., Tensor]  # (context, draws, *, on_row): values [B, 3, h, w] of a slice
 
+FEW = 4  # images, which a CPU draws sooner by Jacobi iteration than one value after the other
 FEW_BITS = 3  # d1 of the paper
 EMBEDDED_AT_ONCE = 64  # images; enough to fill a GPU, so that its memory is left to the decoder's caches
 
@@ -59,10 +60,11 @@ def slice_decoder(
 ) -> Decode:
     """What decodes slices of a network in batches of one size.
 
-    decoder: fused, the kernels of spn/gpu; plain, incremental.py on any device; jacobi, all values at once (jacobi.py);
-    auto, on a GPU jacobi for size upscaling of few bits, whose values are nearly certain, otherwise fused if the
-    kernels cover the network, otherwise plain. precision: of weights and caches on a GPU; those of plain are the
-    network's own. coded: for draws with a coder, which takes one value after the other.
+    decoder: fused, the kernels of spn/gpu; jacobi, many values at once (jacobi.py); plain, on any device: jacobi for a
+    FEW images on a CPU, otherwise one value after the other (incremental.py); auto, on a GPU jacobi for size upscaling
+    of few bits, whose values are nearly certain, otherwise fused if the kernels cover the network, otherwise plain.
+    precision: of weights and caches on a GPU; those of plain are the network's own. coded: for draws with a coder,
+    which takes one value after the other.
     Raises ValueError for another decoder or precision, and where fused is asked for but impossible.
     """
     for name, value, allowed in (("precision", precision, PRECISIONS), ("decoder", decoder, DECODERS)):
@@ -75,8 +77,8 @@ def slice_decoder(
         from spn.gpu.jacobi import JacobiDecoder as GraphJacobiDecoder
 
         return GraphJacobiDecoder(model, batch, temperature=temperature, top_p=top_p, precision=precision)
-    if decoder == "jacobi":
-        return JacobiDecoder(model, batch, temperature=temperature, top_p=top_p, precision=precision)
+    if decoder == "jacobi" or (decoder != "fused" and batch <= FEW and not on_gpu and not coded):
+        return JacobiDecoder(model)
     if decoder == "fused" or (decoder == "auto" and on_gpu):
         from spn.gpu.folding import not_covered
         from spn.gpu.fused import FusedDecoder

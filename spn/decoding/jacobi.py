@@ -1,94 +1,101 @@
-"""Drawing all values of a slice at once by Jacobi iteration (Wiggers & Hoogeboom 2020; Song et al. 2021).
+"""Drawing many values of a slice at once by Jacobi iteration (Wiggers & Hoogeboom 2020; Song et al. 2021).
 
-A value follows from its uniform number and from the values before it. Every pass of the whole decoder draws all values
-again, each from what the pass before gave those ahead of it. After n passes at least the first n values are final, and
-where the network is nearly certain, nearly all are after a few. When a pass changes nothing, each value is the one that
-`sampling.sample_slice_slowly` draws with the same number.
+A value follows from its uniform number and from the values before it. Every pass draws all values of a few rows again,
+each from what the pass before gave those ahead of it. After n passes at least the first n values are final; where the
+network is nearly certain, nearly all are after a few. Rows that a pass leaves as they were, with all above them, are
+final: the next pass begins below, and what the layers found in them is kept. Each value is then the one that
+`sampling.sample_slice_slowly` draws with the same number. On a GPU whole slices are drawn (spn/gpu/jacobi.py).
 
-B batch, h w slice, V values.
+B batch, h w slice, V values, D attention width, R residual channels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spn.decoding.incremental import Draws, pick
-from spn.model import SPN
+from spn.model import SPN, ModernDecoder, shift_one_pixel
+from spn.modern import STEM_ROWS, ModernLayer
 
-PASSES_AT_ONCE = 2  # on a GPU, before the CPU waits to hear whether the last one changed a value
+ROWS_AT_ONCE = 4  # more take fewer passes, which take longer
 
 
 class JacobiDecoder:
-    """Decodes batches of slices of one network with its own weights. On a GPU a pass is recorded once, as a graph."""
+    """Decodes batches of slices of one network, with the weights that it has now or will have."""
 
-    def __init__(
-        self,
-        model: SPN,
-        batch: int,
-        *,
-        temperature: float = 1.0,
-        top_p: float | None = None,
-        precision: str = "float32",
-    ) -> None:
-        config, device = model.config, next(model.parameters()).device
-        self.decoder, self.temperature, self.top_p = model.decoder, temperature, top_p
-        self.on_gpu, self.half = device.type == "cuda", precision == "bfloat16"
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.num_passes = 0  # of all slices so far
-        size = config.slice_size
-        shape = (batch, 3, size, size)
-        self.values = torch.zeros(shape, dtype=torch.long, device=device)
-        self.uniform = torch.zeros(shape, dtype=torch.float64, device=device)
-        self.is_known = torch.zeros((size, 1), dtype=torch.bool, device=device)
-        self.changed = torch.zeros((), dtype=torch.bool, device=device)
-        self.context: Tensor | None = None
+    def __init__(self, model: SPN) -> None:
+        self.decoder, self.size, self.num_passes = model.decoder, model.config.slice_size, 0
+        self.kept: dict[Any, Tensor] = {}  # of the slice that is decoded
 
     @torch.no_grad()
     def __call__(self, context: Tensor | None, draws: Draws, *, on_row: Callable[[], None] | None = None) -> Tensor:
-        """Context s [B, h, w, channels] -> values [B, 3, h, w], chosen by `draws`; all calls of on_row at the end."""
-        assert (draws.temperature, draws.top_p) == (self.temperature, self.top_p), "recorded for other draws"
+        """Context s [B, h, w, channels] -> values [B, 3, h, w], chosen by `draws`."""
         assert draws.coder is None, "a coder takes one value after the other"
-        self.uniform.copy_(draws.uniform)
-        self.values.zero_() if draws.guess is None else self.values.copy_(draws.guess)
-        self.is_known.fill_(False)
+        values = torch.zeros_like(draws.uniform, dtype=torch.long) if draws.guess is None else draws.guess.clone()
         if draws.known is not None:
-            self.values[:, :, : draws.known_rows] = draws.known
-            self.is_known[: draws.known_rows] = True
+            values[:, :, : draws.known_rows] = draws.known
+        is_known, row = torch.arange(self.size)[:, None] < draws.known_rows, 0
+        while row < self.size:
+            rows = slice(row, min(row + ROWS_AT_ONCE, self.size))
+            logits, uniform = self._logits(values, context, rows), draws.uniform[:, :, rows].permute(0, 2, 3, 1)
+            drawn = pick(logits.flatten(0, 3), uniform.flatten(), draws.temperature, draws.top_p).view(uniform.shape)
+            drawn = torch.where(is_known[rows], values[:, :, rows], drawn.permute(0, 3, 1, 2))  # [B, 3, rows, w]
+            unchanged = (drawn == values[:, :, rows]).transpose(0, 2).flatten(1).all(1)
+            values[:, :, rows] = drawn
+            self.num_passes += 1
+            for _ in range(int(unchanged.cumprod(0).sum())):  # drawn from final values, so final themselves
+                row += 1
+                if on_row is not None:
+                    on_row()
+        return values
+
+    def _logits(self, values: Tensor, context: Tensor | None, rows: slice) -> Tensor:
+        """Logits [B, rows, w, 3, V] of some rows; those above are final, those below are not read."""
+        decoder, count = self.decoder, rows.stop - rows.start
+        stack: Any = decoder.attention
+        here = slice(rows.start * self.size, rows.stop * self.size)  # positions
+        pixels = decoder.intensity(values[:, :, : rows.stop].permute(0, 2, 3, 1))  # [B, rows so far, w, 24]
+        x = stack.project(shift_one_pixel(pixels)[:, here])  # [B, positions, D]
+        if isinstance(decoder, ModernDecoder):
+            x = x + decoder.stem(pixels[:, max(rows.start - STEM_ROWS + 1, 0) :])[:, -x.shape[1] :]
+            if decoder.surroundings is not None:
+                assert context is not None
+                x = x + decoder.surroundings(context[:, rows]).flatten(1, 2)
+        else:
+            x = x + stack.timing[here].to(x.dtype)
+        mask = torch.full((x.shape[1], here.stop), -torch.inf, dtype=x.dtype).triu(here.start + 1)
+        for layer in stack.layers:
+            if isinstance(layer, ModernLayer):
+                q, k, v = layer.queries_keys_values(x, stack.turns[:, here])
+            else:
+                maps = layer.attn.qkv(layer.attn_norm(x)).unflatten(-1, (3, layer.attn.num_heads, -1))
+                q, k, v = maps.permute(2, 0, 3, 1, 4)  # [B, heads, positions, D / heads] each
+            k, v = (self._with_earlier((layer, name), new, here, dim=2) for name, new in (("k", k), ("v", v)))
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            if isinstance(layer, ModernLayer):
+                x = layer.after_attention(x, attended)
+            else:
+                x = x + layer.attn.out(attended.transpose(1, 2).reshape(x.shape))
+                x = x + layer.memory(layer.memory_norm(x))
+        cond = stack.norm(x).unflatten(1, (count, self.size))  # [B, rows, w, D]
         if context is not None:
-            self.context = context.clone() if self.context is None else self.context.copy_(context)
-        if self.on_gpu and self.graph is None:
-            self._record()
-        run, at_once = (self._pass, 1) if self.graph is None else (self.graph.replay, PASSES_AT_ONCE)
-        self.changed.fill_(True)
-        while self.changed.item():
-            for _ in range(at_once):
-                run()
-            self.num_passes += at_once
-        if on_row is not None:
-            for _ in range(self.values.shape[2]):
-                on_row()
-        return self.values.clone()
+            cond = torch.cat([cond, context[:, rows]], dim=-1)
+        near = slice(max(rows.start - 2, 0), rows.stop)  # and the two rows above, which the PixelCNN reads
+        cond, x = self._with_earlier("cond", cond, rows)[:, near], pixels[:, near]
+        for gated in decoder.layers:
+            x = gated(x, cond)  # [B, rows, w, R]
+            if isinstance(decoder, ModernDecoder) and gated.is_first:
+                x = x + decoder.direct(cond)
+            x = self._with_earlier(gated, x[:, -count:], rows)[:, near]
+        x = decoder.norm(x) if isinstance(decoder, ModernDecoder) else F.relu(x)
+        return decoder.head(x[:, -count:]).unflatten(-1, (3, -1))
 
-    def _pass(self) -> None:
-        """Draws every value again, from those before it."""
-        # A recorded pass must not depend on autocast's cache of weights, which is renewed outside it.
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.on_gpu and self.half, cache_enabled=False):
-            logits = self.decoder(self.values, self.context)  # [B, 3, V, h, w]
-        flat = logits.movedim(2, -1).flatten(0, -2)  # [B * 3 * h * w, V]
-        drawn = pick(flat, self.uniform.flatten(), self.temperature, self.top_p).view(self.values.shape)
-        drawn = torch.where(self.is_known, self.values, drawn)
-        self.changed.copy_((drawn != self.values).any())
-        self.values.copy_(drawn)
-
-    def _record(self) -> None:
-        values = self.values.clone()
-        self._pass()  # what libraries prepare at their first call
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._pass()
-        self.graph = graph
-        self.values.copy_(values)
+    def _with_earlier(self, name: Any, new: Tensor, here: slice, *, dim: int = 1) -> Tensor:
+        """What is kept under a name up to `here`, and then `new`, which replaces what was there."""
+        self.kept[name] = torch.cat([self.kept.get(name, new).narrow(dim, 0, here.start), new], dim)
+        return self.kept[name]

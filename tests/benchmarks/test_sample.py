@@ -33,7 +33,7 @@ def test_a_chain_is_measured_stage_by_stage(slices):
 def test_a_trained_chain_is_measured_on_what_it_draws(decoder):
     names = ("first_slice", "size_upscale", "depth_upscale")
     models = {name: SPN(stage_model_config(load("debug", SMALL), name)).eval() for name in names}
-    result = measure_chain(models, batch=2, precision="float32", decoder=decoder)
+    result = measure_chain(models, batch=5, precision="float32", decoder=decoder)
     assert result["sec_a_batch"] == pytest.approx(sum(stage["sec"] for stage in result["stages"].values()))
     for stage in result["stages"].values():  # a slice has 4 x 4 pixels of three values; the last pass changes none
         assert ("passes_a_slice" in stage) == (decoder == "jacobi") and 2 <= stage.get("passes_a_slice", 2) <= 49

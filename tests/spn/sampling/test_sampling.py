@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from spn import sampling
 from spn.bitdepth import reduce_depth, split_depth
+from spn.decoding import jacobi
 from spn.decoding.incremental import Draws
-from spn.decoding.jacobi import JacobiDecoder
 from spn.evaluation import chain_nats, image_nats
 from spn.gpu.folding import not_covered
 from spn.gpu.training import speed_up
@@ -54,7 +54,10 @@ def sample_stage_slowly(
 
 
 @pytest.mark.parametrize(("recipe", "temperature"), [("paper", 1.0), ("paper", 0.7), ("modern", 1.0)])
-def test_same_samples_as_the_slow_sampler_in_float32(small_case, recipe, temperature, stage_network, random_values):
+def test_same_samples_as_the_slow_sampler_in_float32(
+    small_case, recipe, temperature, stage_network, random_values, monkeypatch
+):
+    monkeypatch.setattr(jacobi, "ROWS_AT_ONCE", 2)  # the slices have three or four
     model = stage_network(small_case, seed=8, decoder=DECODERS[recipe]).float()
     config, size = model.config, model.config.image_size
     uniform = uniforms(11, stage=config.stage, images=range(6), image_size=size)
@@ -74,13 +77,19 @@ def test_same_samples_as_the_slow_sampler_after_a_given_first_slice(stage_networ
     )
 
 
-def test_jacobi_iteration_draws_the_same_from_any_guess_in_few_passes_where_the_network_is_certain(stage_network):
-    model = stage_network("baseline", seed=10)
-    uniform = uniforms(3, stage="baseline", images=range(5), image_size=model.config.image_size)
-    known = torch.randint(model.config.num_values, (5, 3, 1, model.config.slice_size))
+@pytest.mark.parametrize("recipe", DECODERS)
+@pytest.mark.parametrize("rows", [1, 4, 6])
+def test_jacobi_iteration_draws_the_same_from_any_guess_in_few_passes_where_the_network_is_certain(
+    rows, recipe, tiny_spn, monkeypatch
+):
+    monkeypatch.setattr(jacobi, "ROWS_AT_ONCE", rows)
+    shape = dict(image_size=6, scaling_factor=1, num_bits=2)
+    model = tiny_spn("baseline", seed=10, decoder=DECODERS[recipe], **shape)
+    uniform = uniforms(3, stage="baseline", images=range(3), image_size=6)
+    known = torch.randint(4, (3, 3, 1, 6))
 
     def passes_of(**options: Any) -> int:
-        decode = JacobiDecoder(model, 5, temperature=options.get("temperature", 1.0), top_p=options.get("top_p"))
+        decode = jacobi.JacobiDecoder(model)
         draws = [
             Draws(uniform, known=known, guess=guess, **options) for guess in (None, torch.ones_like(uniform).long())
         ]
@@ -89,11 +98,12 @@ def test_jacobi_iteration_draws_the_same_from_any_guess_in_few_passes_where_the_
         return decode.num_passes - before
 
     certain, likely, uncertain = passes_of(temperature=1e-9, top_p=0.1), passes_of(top_p=0.8), passes_of()
-    assert 2 <= min(certain, likely) and max(likely, uncertain) <= uniform[0].numel() + 1
+    fewest = {1: 11, 4: 4, 6: 2}[rows]  # a known row: one pass; others: drawn, then seen to stay
+    assert fewest <= min(certain, likely) and max(likely, uncertain) <= uniform[0].numel() + fewest
     with torch.no_grad():
         model = copy.deepcopy(model)
         model.decoder.head.weight.zero_()
-    assert passes_of() == 2  # no value depends on another: drawn, then seen to stay
+    assert passes_of() == fewest  # no value depends on another
 
 
 # ---- temperature ---------------------------------------------------------------------------------------------------
@@ -389,6 +399,18 @@ def test_images_embedded_a_few_at_once_are_the_same(chain, monkeypatch):
 
 
 # ---- which decoder ------------------------------------------------------------------------------------------------
+
+
+def test_a_cpu_draws_few_images_by_jacobi_iteration(tiny_spn):
+    model = tiny_spn("baseline", seed=0, image_size=2, scaling_factor=1)
+    for batch, options, is_jacobi in (
+        (sampling.FEW, {}, True),
+        (sampling.FEW, {"decoder": "plain"}, True),
+        (sampling.FEW + 1, {}, False),
+        (sampling.FEW + 1, {"decoder": "jacobi"}, True),
+        (1, {"coded": True}, False),  # a coder takes one value after the other
+    ):
+        assert isinstance(slice_decoder(model, batch, **options), jacobi.JacobiDecoder) == is_jacobi
 
 
 def test_fused_is_refused_where_it_cannot_be_and_other_names_are_unknown(tiny_spn):
