@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -133,8 +133,7 @@ def _verify_depths(dataset: Dataset, shards: list[Shard], problems: list[str]) -
             except UnsafeTable as error:
                 problems.append(str(error))
                 return None
-        found = [text for shard, reader in zip(shards, readers, strict=True) for text in _layout(shard, reader)]
-        if found:
+        if found := [text for shard, reader in zip(shards, readers, strict=True) for text in _layout(shard, reader)]:
             problems += found
             return None
         wrong: dict[str, None] = {}  # each once, however many row groups it concerns
@@ -155,15 +154,12 @@ def _verify_depths(dataset: Dataset, shards: list[Shard], problems: list[str]) -
         return pa.concat_tables(groups)
 
 
-def _layout(shard: Shard, reader: pq.ParquetFile) -> list[str]:
-    problems = []
+def _layout(shard: Shard, reader: pq.ParquetFile) -> Iterator[str]:
     if not reader.schema_arrow.equals(schema(shard.resolution)):
-        names = reader.schema_arrow.names
-        problems.append(f"{shard.path}: columns are {names} of other types than this version writes")
+        yield f"{shard.path}: columns are {reader.schema_arrow.names} of other types than this version writes"
     rows = [reader.metadata.row_group(i).num_rows for i in range(reader.num_row_groups)]
     if rows != shard.row_group_rows:
-        problems.append(f"{shard.path}: row groups have {rows} rows, {shard.row_group_rows} in the manifest")
-    return problems
+        yield f"{shard.path}: row groups have {rows} rows, {shard.row_group_rows} in the manifest"
 
 
 # ---- in words --------------------------------------------------------------------------------------------------------

@@ -32,8 +32,8 @@ def lines(plan: Plan) -> list[str]:
     """An aligned table: run, fingerprint and age are those of the output or the attempt that the state describes."""
     holder = Lock(plan.store).holder()
     rows = [COLUMNS, *(_row(decision, plan, holder) for decision in plan.decisions)]
-    others = (node for node in node_names(plan.store) if node not in plan.names)
-    rows += [row for node in others if (row := _row_of_other(node, plan, holder))]
+    others = (attempts.history(plan.store, node) for node in node_names(plan.store) if node not in plan.names)
+    rows += [_row_of_other(past[0], plan, holder) for past in others if past]
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     table = ["  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in rows]
     return ([f"in use by {described(holder)}"] if holder else []) + table
@@ -57,16 +57,13 @@ def _row(decision: Decision, plan: Plan, holder: Mapping[str, Any] | None) -> tu
     return (name, *row, "-" if row[0] == "running" else f"runs it{' ' if waits else ': '}{decision.reason}")
 
 
-def _row_of_other(node: str, plan: Plan, holder: Mapping[str, Any] | None) -> tuple[str, ...] | None:
-    """A node that the plan does not have, such as one of the user's own images; None if it has no attempt."""
-    past = attempts.history(plan.store, node)
-    if not past:
-        return None
+def _row_of_other(newest: Attempt, plan: Plan, holder: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Of a node that the plan does not have, such as one of the user's own images."""
     current = {decision.node.name: decision.success for decision in plan.decisions}
-    read = past[0].ingredients.get("upstream", {})
+    read = newest.ingredients.get("upstream", {})
     stale = any(above in current and not _equals(current[above], read[above]) for above in read)
-    row = _newest(past[0], plan.store, holder, finished="outdated" if stale else "finished")
-    return (node, *row, "not in this plan")
+    row = _newest(newest, plan.store, holder, finished="outdated" if stale else "finished")
+    return (newest.node, *row, "not in this plan")
 
 
 def _equals(success: Success | None, read: Any) -> bool:

@@ -99,14 +99,8 @@ def score(context: NodeContext[ScoreImagesNodeConfig]) -> NodeResult:
         write(table.set_column(0, "key", pa.array(keys)), buffer)
         store.write_bytes(name, buffer.getvalue().to_pybytes())
     networks = {stage: context.inputs[train_node(stage)].attempt for stage in config.stages}
-    how = {
-        "use": "scores",
-        "stages": config.stages,
-        "bits": config.bits,
-        "batch_size": config.batch_size,
-        "networks": networks,
-    }
-    store.write_text(RECORD, json.dumps({**how, "images": _named_digests(user)}, indent=1))
+    how = {"use": "scores", "stages": config.stages, "bits": config.bits, "batch_size": config.batch_size}
+    store.write_text(RECORD, json.dumps({**how, "networks": networks, "images": _named_digests(user)}, indent=1))
     scores = table.drop_columns("key").to_pydict()
     metrics = {f"user_images/bits_per_dim/{part}": sum(bits) / len(bits) for part, bits in scores.items()}
     with context.run.open() as run:

@@ -88,10 +88,7 @@ def run(context: NodeContext[TrainNodeConfig]) -> NodeResult:
         raise OSError(errno.EIO, "no checkpoint is intact", store.uri_of(name))  # retried
     with context.run.open() as run:
         run.log_text(store.read_bytes(f"{checkpoint}/{CONFIG}").decode(), CONFIG)
-    metrics = {
-        SCORE: scores[checkpoint],
-        "images_seen": float(config.train.num_steps * config.train.batch_size),
-    }
+    metrics = {SCORE: scores[checkpoint], "images_seen": float(config.train.num_steps * config.train.batch_size)}
     return NodeResult(outputs={"checkpoint": checkpoint, "history": HISTORY}, metrics=metrics)
 
 
@@ -309,8 +306,8 @@ def make_forward(model: nn.Module, config: TrainConfig) -> Callable[..., Tensor]
         # Once in a whole optimiser step that saves less than the cuts cost in every micro-batch.
         torch._dynamo.config.optimize_ddp = False
         forward = speed_up(model, compiled=config.compile, mode=config.compile_mode)
-    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-    return forward if is_alone else DistributedDataParallel(forward)
+    is_shared = dist.is_initialized() and dist.get_world_size() > 1
+    return DistributedDataParallel(forward) if is_shared else forward
 
 
 def smallest_of_workers(size: int, device: torch.device) -> int:

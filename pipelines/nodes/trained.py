@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from spn.checkpoint import CONFIG, EMA, MODEL, check_start, load_config, load_mo
 from spn.config import SPNConfig
 from spn.model import SPN
 
+T = TypeVar("T")
 _KEPT = " (gone after the training? --keep with the node's name adopts what it made)"
 
 
@@ -35,20 +37,15 @@ def load_stages(
 
     averaged: on Polyak-averaged weights, else on those that the last step left.
     """
-    models = {}
-    for stage in stages:
-        with _downloaded(checkpoint_uri(inputs[f"train_{stage}"]), CONFIG, EMA if averaged else MODEL) as folder:
-            models[stage] = load_model(folder, averaged=averaged, device=device)
-    return models
+    load = functools.partial(load_model, averaged=averaged, device=device)
+    return {
+        stage: _read(checkpoint_uri(inputs[f"train_{stage}"]), load, EMA if averaged else MODEL) for stage in stages
+    }
 
 
 def load_stage_configs(inputs: Mapping[str, NodeOutput], stages: Sequence[str]) -> dict[str, SPNConfig]:
     """{stage: configuration of its network}, in the order of `stages`, without loading any weights."""
-    configs = {}
-    for stage in stages:
-        with _downloaded(checkpoint_uri(inputs[f"train_{stage}"]), CONFIG) as folder:
-            configs[stage] = load_config(folder)
-    return configs
+    return {stage: _read(checkpoint_uri(inputs[f"train_{stage}"]), load_config) for stage in stages}
 
 
 def check_start_weights(uri: str, config: SPNConfig) -> None:
@@ -56,25 +53,22 @@ def check_start_weights(uri: str, config: SPNConfig) -> None:
     for name in (CONFIG, EMA):
         if not open_store(uri).exists(name):
             raise UserError(f"train.init_from: {uri} has no {name}; it must be the folder of a checkpoint{_KEPT}")
-    with _downloaded(uri, CONFIG) as folder:
-        try:
-            check_start(folder, config)
-        except (ValueError, KeyError, TypeError) as error:  # also of a config.json that is something else
-            raise UserError(f"train.init_from: {uri}: {error}") from error
+    try:
+        _read(uri, lambda folder: check_start(folder, config))
+    except (ValueError, KeyError, TypeError) as error:  # also of a config.json that is something else
+        raise UserError(f"train.init_from: {uri}: {error}") from error
 
 
 def start_weights_of(uri: str, config: SPNConfig) -> dict[str, Tensor]:
     """Averaged weights of the checkpoint folder at a path or URI. Raises UserError as above."""
     check_start_weights(uri, config)
-    with _downloaded(uri, EMA) as folder:
-        return load_weights(folder, averaged=True)
+    return _read(uri, functools.partial(load_weights, averaged=True), EMA)
 
 
-@contextlib.contextmanager
-def _downloaded(uri: str, *names: str) -> Iterator[Path]:
-    """These files of a checkpoint in a folder of this machine: what is not needed does not travel."""
+def _read(uri: str, load: Callable[[Path], T], *names: str) -> T:
+    """What `load` makes of a folder of this machine that has a checkpoint's configuration and these files alone."""
     store = open_store(uri)
     with tempfile.TemporaryDirectory() as folder:
-        for name in names:
+        for name in (CONFIG, *names):
             store.download(name, Path(folder) / name)
-        yield Path(folder)
+        return load(Path(folder))
