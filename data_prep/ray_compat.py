@@ -1,8 +1,7 @@
 """What this project takes from Ray without Ray promising to keep it: private names and private file formats.
 
 No other module of the three packages may use such names. tests/data_prep/test_ray_compat.py tries each use, so an
-upgrade of Ray shows here what it broke; pyproject.toml names the newest version that was tried. Ray itself is imported
-only inside functions: what it reads from the environment on import is set before by pipelines/cluster.py.
+upgrade of Ray shows here what it broke; pyproject.toml names the newest version that was tried.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ import json
 import posixpath
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import ray.data
+from ray.data._internal.execution.execution_callback import ExecutionCallback
 
 from data_prep.files import Store
-
-if TYPE_CHECKING:
-    import ray.data
 
 _SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's record of committed checkpoints
 # What it also lists: validations that Ray itself would do.
@@ -27,18 +26,6 @@ _EMPTY_LISTS = (
 CHECKSUMS = "checksums.json"  # in a checkpoint's folder: its files, and what was measured there
 _ANSWER_SEC = 1.0  # how long Ray's autoscaler may take to answer; a cluster may also have no machine yet
 _STEP_SEC = 0.02  # shortest time between two steps of Ray Data's scheduling
-
-
-class ExecutionCallback:
-    """What Ray Data calls while it runs a job: the methods of its own class of this name."""
-
-    def before_execution_starts(self, executor: Any) -> None: ...
-
-    def on_execution_step(self, executor: Any) -> None: ...
-
-    def after_execution_succeeds(self, executor: Any) -> None: ...
-
-    def after_execution_fails(self, executor: Any, error: Exception) -> None: ...
 
 
 class WaitForAutoscaler(ExecutionCallback):

@@ -36,15 +36,6 @@ def test_ray_train_resumes_by_the_record_of_intact_checkpoints(tmp_path: Path) -
     assert [each.metrics["score"] for each in manager._checkpoint_results] == [3.0, 2.0, 1.0], "the best comes last"
 
 
-def test_callbacks_have_the_methods_of_ray_datas_own() -> None:
-    from ray.data._internal.execution.execution_callback import ExecutionCallback
-
-    names = [
-        {name for name in vars(kind) if name[0] != "_"} for kind in (ExecutionCallback, ray_compat.ExecutionCallback)
-    ]
-    assert names[0] == names[1]
-
-
 def test_no_core_in_sight_does_not_hold_a_job_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster whose machines are yet to come; and a Ray that keeps this somewhere else."""
     monkeypatch.setattr(ray_compat, "_ANSWER_SEC", 0.01)
