@@ -209,7 +209,7 @@ def _evaluate(config: ExperimentConfig, stages: list[str]) -> Node:
         needs=("prepare_data", *map(train_node, stages)),
         reads=_weights(stages, "model.safetensors") | _shards(config.data.image_size, 8, "train", "test"),
         config=EvaluateNodeConfig(**vars(scoring), dataset=config.data.dataset),
-        **_scored_by(scoring.resources),
+        **_shared_out(scoring.resources),
     )
 
 
@@ -222,7 +222,7 @@ def _score_images(config: ExperimentConfig, images: UserImages) -> Node:
         reads=_weights(images.stages),
         config=ScoreImagesNodeConfig(**vars(scoring), bits=images.num_bits, images=images),
         source=images.digest,
-        **_scored_by(scoring.resources),
+        **_shared_out(scoring.resources),
     )
 
 
@@ -239,7 +239,7 @@ def _sample(config: ExperimentConfig, stages: list[str]) -> Node:
         needs=tuple(map(train_node, stages)),
         reads=_weights(stages),
         config=SampleNodeConfig(**vars(drawing), num_images=config.sample.num_images),
-        **_runs_on(drawing.resources),
+        **_shared_out(drawing.resources),
     )
 
 
@@ -261,7 +261,7 @@ def _sample_images(config: ExperimentConfig, images: UserImages) -> Node:
         ),
         source=images.digest,
         tags={"use": images.use},
-        **_runs_on(drawing.resources),
+        **_shared_out(drawing.resources),
     )
 
 
@@ -317,8 +317,8 @@ def _report(config: ExperimentConfig, stages: list[str]) -> Node:
     )
 
 
-def _scored_by(resources: NodeResources) -> dict[str, Any]:
-    """Fields of a node whose one worker is its own process."""
+def _shared_out(resources: NodeResources) -> dict[str, Any]:
+    """Fields of a node whose work a gang does (nodes/workers.py)."""
     return _runs_on(resources, own_process=resources.num_workers == 1)
 
 

@@ -25,7 +25,8 @@ SAME_RESULTS = {
     "d391f14105d36dfb": "e5aa3d4bd7dd1dfe",  # data_prep.parquet: words of a message
     "53677154ab3cdd8f": "6df208bfde9aa5ca",  # spn.evaluation: nats of each slice and channel, summed
     "27a440dbb1f9880e": "5d4f79ec0ff9dda7",  # pipelines.nodes.train: checksums; restarts and two scores in MLflow
-    "bae1ade06dea4505": "d63665b2f9b8a05b",  # pipelines.nodes.evaluate: each file is read once; scores summed per chunk
+    "2d15a39b343995a8": "d63665b2f9b8a05b",  # pipelines.nodes.evaluate: each file is read once; scores summed per chunk
+    "56701d7a023ab18c": "bd4f41e5973c566b",  # pipelines.nodes.sample: one worker is the node's own process
     "c2695a8cdee36f94": "94c868a73223ae08",  # spn.training: a validation may have several scores
     "2a78cabd14da799a": "c928b87c1524a346",  # pipelines.nodes.trained: raw weights for evaluate; one check fewer
     "a458ba45294ab503": "ad1b1627035f20a8",  # spn.checkpoint: raw weights; a chain from one folder

@@ -10,7 +10,6 @@ for each image and stage.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import json
@@ -198,10 +197,7 @@ class ScoringJob:
 
 
 def score(job: ScoringJob, num_images: int, *, progress: Reporter) -> Scores:
-    """Scores the chunks that are not on storage yet and returns what all came to.
-
-    One worker is this process; several are Ray actors.
-    """
+    """Scores the chunks that are not on storage yet and returns what all came to."""
     store, resources, batch = open_store(job.out), job.config.resources, job.config.batch_size
     store.remove_temporaries()
     scores, todo = Scores(load_stage_configs(job.inputs, job.config.stages)), list[range]()
@@ -212,15 +208,9 @@ def score(job: ScoringJob, num_images: int, *, progress: Reporter) -> Scores:
             todo.append(rows)
         else:
             scores.add(rows, table)
-    num = min(resources.num_workers, len(todo))
-    with contextlib.ExitStack() as stack:
-        if num > 1:
-            workers = gang(ScoringWorker, job, num=num, resources=resources, name=gang_name("score", job.out))
-            found = each(stack.enter_context(workers), "score", todo)
-        else:
-            worker = ScoringWorker(job)
-            found = ((rows, worker.score(rows)) for rows in todo)
-        for rows, table in found:
+    num, name = min(resources.num_workers, len(todo)), gang_name("score", job.out)
+    with gang(ScoringWorker, job, num=num, resources=resources, name=name) as workers:
+        for rows, table in each(workers, "score", todo):
             scores.add(rows, table)
             total = scores.of("total")
             progress.update(len(total), num_images, unit="images", note=f"{total.mean():.3f} bits/dim")

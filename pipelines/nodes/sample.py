@@ -41,7 +41,7 @@ from pipelines.nodes.pictures import (
     side_by_side,
 )
 from pipelines.nodes.trained import checkpoint_step, load_stage_configs, load_stages
-from pipelines.nodes.workers import each, gang, gang_name
+from pipelines.nodes.workers import ask, each, gang, gang_name
 from spn.config import SPNConfig
 from spn.model import SPN
 from spn.ordering import image_to_slices
@@ -139,12 +139,10 @@ def chunks_of(images: ToDraw, *, size: int) -> list[Chunk]:
 
 
 def draw(job: Job, images: ToDraw, *, progress: Reporter) -> list[Chunk]:
-    """Draws the chunks that are not on storage yet, side by side on resources.num_workers Ray actors; returns all.
+    """Draws the chunks that are not on storage yet, side by side on resources.num_workers workers; returns all.
 
     What is finished stays on storage whatever happens. Raises UserError if not even one image fits into a GPU.
     """
-    import ray
-
     store, configs = open_store(job.out), load_stage_configs(job.inputs, job.config.stages)
     store.remove_temporaries()
     resources, pixels_each = job.config.resources, pixels_to_draw(job, configs)
@@ -168,10 +166,10 @@ def draw(job: Job, images: ToDraw, *, progress: Reporter) -> list[Chunk]:
             size, device = job.config.batch_size or min(share, ON_CPU), "cpu"
         elif resources.use_gpu and (size is None or unfinished(size)):
             start_workers(len(images.keys))
-            devices = ", ".join(sorted({*ray.get([worker.device_name.remote() for worker in workers])}))
+            devices = ", ".join(sorted({*ask(workers, "device_name")}))
             if devices != device:
                 most = size or min(share, job.config.batch_size or MOST_ON_GPU, MOST_ON_GPU)
-                fits = min(ray.get([worker.largest_batch.remote(most) for worker in workers]))
+                fits = min(ask(workers, "largest_batch", most))
                 if fits == 0:
                     raise UserError(f"not even one image of {', '.join(configs)} fits into a GPU's memory at once")
                 if size is not None and size != fits:  # chunks of another size have other files
@@ -213,7 +211,7 @@ class _OneRow(Exception):
 
 
 class DrawingWorker:
-    """A process that keeps the networks loaded and draws one chunk after the other."""
+    """Keeps the networks loaded and draws one chunk after the other."""
 
     def __init__(self, job: Job, progress: Reporter, total: int) -> None:
         torch.set_num_threads(1)  # sums are the same whatever CPUs the worker was given

@@ -1,10 +1,11 @@
-"""Workers of one node: Ray actors that start together or not at all, each doing one chunk after the other."""
+"""Workers of one node, each doing one chunk after the other: the node's own process, or several Ray actors that start
+together or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pipelines.config import NodeResources
@@ -12,12 +13,15 @@ from pipelines.config import NodeResources
 
 @contextlib.contextmanager
 def gang(worker: type, *arguments: Any, num: int, resources: NodeResources, name: str) -> Iterator[list[Any]]:
-    """`num` actors of a class; they end with the block.
+    """`num` workers of a class; they end with the block. With resources.num_workers=1 it is an object of this process.
 
-    They start together or not at all: two runs that hold half of the GPUs each would wait for each other. An actor that
+    Actors start together or not at all: two runs that hold half of the GPUs each would wait for each other. One that
     dies is replaced and its call made again, resources.max_failures times; then Ray's error is raised.
     name: of their placement group, which is removed first if a killed start left it behind in this Ray session.
     """
+    if not num or resources.num_workers == 1:  # the node's own task has the CPUs and the GPU
+        yield [worker(*arguments) for _ in range(num)]
+        return
     import ray
 
     def remove_group() -> None:
@@ -48,17 +52,31 @@ def gang_name(purpose: str, out: str) -> str:
     return f"{purpose}-{hashlib.sha256(out.encode()).hexdigest()[:16]}"
 
 
-def each(actors: Iterable[Any], method: str, chunks: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """(chunk, what `method` returned for it) as they are done, each on an idle actor. Raises its errors."""
+def ask(workers: Sequence[Any], method: str, *arguments: Any) -> list[Any]:
+    """What `method` returned on each of a gang."""
+    calls = [getattr(worker, method) for worker in workers]
+    if not hasattr(calls[0], "remote"):
+        return [call(*arguments) for call in calls]
     import ray
 
-    idle, waiting = list(actors), list(chunks)[::-1]
+    return ray.get([call.remote(*arguments) for call in calls])
+
+
+def each(workers: Sequence[Any], method: str, chunks: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """(chunk, what `method` returned for it) as they are done, each on an idle one of a gang. Raises its errors."""
+    idle, waiting = list(workers), list(chunks)[::-1]
+    if idle and not hasattr(getattr(idle[0], method), "remote"):
+        for chunk in waiting[::-1]:
+            yield chunk, getattr(idle[0], method)(chunk)
+        return
+    import ray
+
     running: dict[Any, tuple[Any, Any]] = {}
     while waiting or running:
         while waiting and idle:
-            actor, chunk = idle.pop(), waiting.pop()
-            running[getattr(actor, method).remote(chunk)] = actor, chunk
+            worker, chunk = idle.pop(), waiting.pop()
+            running[getattr(worker, method).remote(chunk)] = worker, chunk
         (reference,), _ = ray.wait(list(running), num_returns=1)
-        actor, chunk = running.pop(reference)
+        worker, chunk = running.pop(reference)
         yield chunk, ray.get(reference)
-        idle.append(actor)
+        idle.append(worker)

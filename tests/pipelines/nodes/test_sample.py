@@ -82,16 +82,13 @@ class Progress(Reporter):
 
 
 @pytest.fixture(scope="module")
-def drawn(
-    networks: dict[str, NodeOutput], tmp_path_factory: pytest.TempPathFactory, ray_session: None
-) -> tuple[Path, dict[str, str]]:
+def drawn(networks: dict[str, NodeOutput], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """The twelve images, drawn by one worker."""
     folder = tmp_path_factory.mktemp("drawn") / "samples"
     draw(Job(config(), networks, str(folder)), TWELVE, progress=Reporter("sample"))
     return folder, content(folder)
 
 
-@distributed
 def test_files_are_the_chains_own_samples_in_the_columns_of_a_dataset(drawn, networks) -> None:
     folder, found = drawn
     models = load_stages(networks, STAGES, device="cpu")
@@ -113,7 +110,7 @@ def test_files_are_the_chains_own_samples_in_the_columns_of_a_dataset(drawn, net
 
 
 @distributed
-def test_other_workers_draw_only_what_is_missing_or_damaged(drawn, job) -> None:
+def test_other_workers_draw_only_what_is_missing_or_damaged(drawn, job, ray_session: None) -> None:
     """Of an attempt that was cut off: what is whole stays untouched, the rest becomes what it would have been, whatever
     the number of workers."""
     again = job("again", 2)
@@ -136,7 +133,6 @@ def test_other_workers_draw_only_what_is_missing_or_damaged(drawn, job) -> None:
     assert progress.updates[0] == Update(4 * per_image, 12 * per_image, unit="pixels", note="2 at once")
 
 
-@distributed
 def test_nothing_is_started_when_all_is_there(drawn, job, monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
@@ -147,10 +143,10 @@ def test_nothing_is_started_when_all_is_there(drawn, job, monkeypatch: pytest.Mo
 
 
 @pytest.mark.faults
-def test_a_killed_worker_is_replaced_and_nothing_changes(drawn, job) -> None:
+def test_a_killed_worker_is_replaced_and_nothing_changes(drawn, job, ray_session: None) -> None:
     """SIGKILL as soon as the first chunk is there: the worker's chunk is drawn again, by another process."""
     killed: list[int] = []
-    one = job("killed")
+    one = job("killed", 2)
 
     def kill_the_first() -> None:
         deadline = time.monotonic() + 60
@@ -186,16 +182,21 @@ def raylet_children() -> list[psutil.Process]:
 
 
 @distributed
-def test_an_error_in_a_chunk_ends_the_node_and_keeps_what_is_finished(job, ray_session: None) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_in_a_chunk_ends_the_node_and_keeps_what_is_finished(workers, job, ray_session: None) -> None:
     import ray
 
-    wrong, images = job("wrong", batch_size=1), ToDraw(("a", "b\0"), (0, 1))  # no file can have the second name
+    images = ToDraw(("a", "b\0"), (0, 1))  # no file can have the second name
+    wrong = job("wrong", workers, batch_size=1)
     ray.util.placement_group([{"CPU": 0.5}], name=gang_name("draw", wrong.out))
     with pytest.raises(ValueError, match="null"):
         draw(wrong, images, progress=Reporter("sample"))
     groups = [g for g in ray.util.placement_group_table().values() if g["name"] == gang_name("draw", wrong.out)]
-    assert [group["state"] for group in groups] == ["REMOVED"] * 2, "the start's own, and that of a killed one"
-    assert sorted(content(wrong.out)) == ["chunks.json", "images/a.png", f"{PARQUET}/samples-00000-of-00002.parquet"]
+    if workers == 1:  # this process, which needs no group
+        expected = ["chunks.json", "images/a.png", f"{PARQUET}/samples-00000-of-00002.parquet"]
+        assert sorted(content(wrong.out)) == expected
+    else:
+        assert [group["state"] for group in groups] == ["REMOVED"] * 2, "the start's own, and that of a killed one"
 
 
 def test_a_worker_that_cannot_load_a_network_fails_by_its_own_error(job) -> None:
@@ -265,6 +266,8 @@ def test_workers_try_their_share_then_halves_and_the_smallest_is_recorded(
         drew.append(ray_in_this_process.index(worker))
         draw_chunk(worker, chunk)
 
+    alone = job("alone")
+    draw(alone, TWELVE, progress=Reporter("sample"))
     draw_chunk, drew, tried = DrawingWorker.draw, list[int](), gpus(100, 4)
     monkeypatch.setattr(DrawingWorker, "draw", draw_here)
     one = job("tried", batch_size=None, resources=ON_GPUS)
@@ -273,8 +276,6 @@ def test_workers_try_their_share_then_halves_and_the_smallest_is_recorded(
     assert tried == [6, 6, 6, 6, 3, 3, 3], "all three stages; on the second worker six do not fit, three do"
     assert drew == [1, 0, 1, 0], "each worker as soon as it is free"
     assert json.loads((Path(one.out) / "chunks.json").read_text()) == {"batch_size": 3, "device": "cpu"}
-    alone = job("alone")
-    draw(alone, TWELVE, progress=Reporter("sample"))
     pictures = [{file: each for file, each in content(j.out).items() if file.endswith(".png")} for j in (one, alone)]
     assert len(pictures[0]) == 12 and pictures[0] == pictures[1]
 
