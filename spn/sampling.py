@@ -61,8 +61,9 @@ def slice_decoder(
     """What decodes slices of a network in batches of one size.
 
     decoder: fused, the kernels of spn/gpu; jacobi, many values at once (jacobi.py); plain, on any device: jacobi for a
-    FEW images on a CPU, otherwise one value after the other (incremental.py); auto, on a GPU jacobi for size upscaling
-    of few bits, whose values are nearly certain, otherwise fused if the kernels cover the network, otherwise plain.
+    FEW images on a CPU, otherwise one value after the other (incremental.py); auto, on a GPU jacobi for upscaling one
+    image, and for size upscaling of few bits, whose values are nearly certain; otherwise fused if the kernels cover the
+    network, otherwise plain.
     precision: of weights and caches on a GPU; those of plain are the network's own. coded: for draws with a coder,
     which takes one value after the other.
     Raises ValueError for another decoder or precision, and where fused is asked for but impossible.
@@ -71,7 +72,8 @@ def slice_decoder(
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
     on_gpu, config = next(model.parameters()).device.type == "cuda", model.config
-    if decoder == "auto" and on_gpu and not coded and config.stage == "size_upscale" and config.num_bits <= FEW_BITS:
+    is_certain = config.stage == "size_upscale" and config.num_bits <= FEW_BITS
+    if decoder == "auto" and on_gpu and not coded and (is_certain or (batch == 1 and model.embedder is not None)):
         decoder = "jacobi"
     if decoder == "jacobi" and on_gpu:
         from spn.gpu.jacobi import JacobiDecoder as GraphJacobiDecoder

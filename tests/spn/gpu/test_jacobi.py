@@ -28,16 +28,16 @@ def test_an_image_is_what_its_last_graph_draws_one_value_after_the_other(
     recipe: str, precision: str, tiny_spn: Callable[..., SPN]
 ) -> None:
     decoder = dict(DECODER, recipe=recipe, attn_head_dim=32)
-    model = tiny_spn("size_upscale", seed=1, image_size=16, scaling_factor=2, num_bits=3, decoder=decoder)
+    model = tiny_spn("size_upscale", seed=1, image_size=8, scaling_factor=2, num_bits=3, decoder=decoder)
     model = model.float().cuda()
     decode = JacobiDecoder(model, 5, precision=precision)
     assert decode.widths == [5, 3, 2, 1]
     rounded = copy.deepcopy(model).to(getattr(torch, precision))
     for seed in (0, 1):  # graphs are recorded with the first and played with the second
-        uniform = uniforms(seed, stage="any", images=range(5), image_size=8).cuda()
-        context = torch.randn(5, 8, 8, model.config.embedder.conv_channels, device="cuda", dtype=decode.dtype)
-        known = torch.randint(8, (5, 3, 2 * seed, 8), device="cuda")
-        guess = torch.randint(8, (5, 3, 8, 8), device="cuda")
+        uniform = uniforms(seed, stage="any", images=range(5), image_size=4).cuda()
+        context = torch.randn(5, 4, 4, model.config.embedder.conv_channels, device="cuda", dtype=decode.dtype)
+        known = torch.randint(8, (5, 3, seed, 4), device="cuda")
+        guess = torch.randint(8, (5, 3, 4, 4), device="cuda")
         draws = Draws(uniform, known=known, guess=guess)
         drawn = decode(context, draws)
         one_by_one = []
