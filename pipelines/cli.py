@@ -11,7 +11,9 @@ Exit codes: 0 done, 1 a node failed, 2 unusable arguments, config or data (one l
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -25,6 +27,7 @@ from pipelines.dag.plan import nearest
 from pipelines.loading import key_of, load, preset_names
 from pipelines.start import check_photos, run_folder, start
 
+atexit.register(gc.freeze)  # Python would search all that MLflow and Ray made for garbage, for a second
 FULL, UNUSABLE = 1, 2
 INTERRUPTED = 130  # what shells make of SIGINT
 CHOICES = {"--only": "only", "--rerun": "rerun", "--keep": "keep", "--from": "start_from"}

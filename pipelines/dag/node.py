@@ -89,6 +89,8 @@ class NodeResult:
     outputs: Mapping[str, str]  # name -> path relative to out; a folder stands for all files below it
     metrics: Mapping[str, float] = field(default_factory=dict)
     sha256: Mapping[str, str] = field(default_factory=dict)  # relative path -> digest, where the node knows it already
+    # (run, relative path of a PNG, key and step of `log_image`): sent by the driver, which has opened MLflow anyway.
+    images: Sequence[tuple[Any, str, str, int]] = ()
 
 
 class Tracker(Protocol):

@@ -8,6 +8,8 @@ run to their end.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import io
 import json
 import posixpath
 import signal
@@ -16,6 +18,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from PIL import Image
 
 from data_prep.files import UserError
 from data_prep.lock import Lock
@@ -30,6 +34,7 @@ EXECUTED, SKIPPED, FAILED, BLOCKED = "executed", "skipped", "failed", "blocked"
 _POLL_SEC = 0.5
 _LONGEST_WAIT_SEC = 300.0  # before a retry
 _CANCEL_SEC = 1.0  # Ray kills a stopped job 3 s after SIGTERM, and there is more to do in that time
+Warm = tuple[Hub, list[Any]]  # and references, of which the last one is ready when the imports are done
 
 
 class Stopped(KeyboardInterrupt):
@@ -75,6 +80,21 @@ def refuse(decisions: Iterable[Decision], capacity: Mapping[str, float] | None) 
         raise UserError(f"{shortfall}; ask for fewer or smaller workers")
 
 
+def warm_up(plan: Plan) -> Warm:
+    """Starts the hub, and in an idle process of the Ray session the imports of the first node. They take seconds, in
+    which the driver opens MLflow. The node gets that process: Ray takes the one that became idle last."""
+    import ray
+
+    hub, first = Hub(), [decision.node for decision in plan.decisions if decision.action == RUN][:1]
+    hub.reporter("")
+    return hub, [ray.remote(num_cpus=0)(_import).remote(node.module) for node in first]
+
+
+def _import(module: str) -> None:
+    with contextlib.suppress(Exception):  # the node itself will say so
+        importlib.import_module(module)
+
+
 def run(
     plan: Plan,
     *,
@@ -83,14 +103,16 @@ def run(
     capacity: Mapping[str, float] | None,
     git_commit: str = "unknown",
     lock: Lock | None = None,
+    warm: Warm | None = None,
 ) -> RunReport:
     """Carries out a plan in the connected Ray session.
 
     capacity: resources that nodes share while they run side by side; None submits every node that is ready, and Ray's
-    queue decides. The tracker's pipeline run must be open and is not closed here. On KeyboardInterrupt and SIGTERM the
-    tasks are cancelled, their tracked runs end as KILLED and the exception is raised again.
+    queue decides. warm: what `warm_up` returned. The tracker's pipeline run must be open and is not closed here. On
+    KeyboardInterrupt and SIGTERM the tasks are cancelled, their tracked runs end as KILLED and the exception is raised
+    again.
     """
-    engine = _Engine(plan, tracker, display, capacity, git_commit, lock)
+    engine = _Engine(plan, tracker, display, capacity, git_commit, lock, *(warm or (Hub(), [])))
     with _sigterm_raises():
         try:
             return engine.run()
@@ -121,6 +143,8 @@ class _Engine:
     capacity: Mapping[str, float] | None
     git_commit: str
     lock: Lock | None
+    hub: Hub
+    imports: list[Any]  # nodes start after them
     running: dict[Any, _Try] = field(default_factory=dict)  # by Ray's reference
     retries: dict[str, _Try] = field(default_factory=dict)
     decided: dict[str, Decision] = field(default_factory=dict)  # once what they read is known
@@ -129,7 +153,7 @@ class _Engine:
     def __post_init__(self) -> None:
         import ray
 
-        self.ray, self.hub = ray, Hub()
+        self.ray = ray
 
     def run(self) -> RunReport:
         for decision in self.plan.decisions:
@@ -273,7 +297,7 @@ class _Engine:
         task = Task(store, node.function, context, upstream, decision.ingredients, self.git_commit)
         # The next node may use the process, whose imports take seconds. After a GPU's node Ray ends it: memory is free.
         remote = self.ray.remote(max_retries=0, num_cpus=node.num_cpus, num_gpus=node.num_gpus)(execute)
-        reference = remote.options(name=f"node:{node.name}").remote(task)
+        reference = remote.options(name=f"node:{node.name}").remote(task, *self.imports)
         self.running[reference] = _Try(decision, attempt, time.monotonic(), faults)
         self.display.line(f"[{node.name}] starts: {decision.reason}")
 
@@ -289,6 +313,10 @@ class _Engine:
         self.display.end(node.name)
         if outcome.success is not None:
             self._finish(node.name, self._recorded(outcome.success), EXECUTED)
+            for run, file, key, step in outcome.images:
+                with contextlib.suppress(OSError), run.open() as opened:
+                    picture = Image.open(io.BytesIO(store.read_bytes(posixpath.join(folder, file))))
+                    opened.log_image(picture, key=key, step=step)
             self.display.line(f"[{node.name}] done in {clock(seconds)}")
         elif outcome.is_fault and running.faults < node.max_failures:
             self._retry_later(running, outcome.error)

@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,10 @@ class Outcome:
     error: str = ""  # one line
     is_fault: bool = False  # of the infrastructure: the node may be retried
     is_user_error: bool = False  # the user's data or configuration is wrong, not the program
+    images: Sequence[tuple[Any, str, str, int]] = ()  # of the NodeResult
 
 
-def execute(task: Task) -> Outcome:
+def execute(task: Task, *after: None) -> Outcome:
     """Runs a node to its _SUCCESS.json, or leaves error.txt. Raises only when cancelled, or when storage is down."""
     store, context, started = task.store, task.context, attempts.utc_now()
     local = store.local(task.folder)
@@ -111,7 +112,7 @@ def execute(task: Task) -> Outcome:
         git_commit=task.git_commit,
     )
     store.write_bytes(posixpath.join(task.folder, attempts.SUCCESS), success.to_bytes())
-    return Outcome(success)
+    return Outcome(success, images=result.images)
 
 
 def failed(store: Store, folder: str, error: BaseException, text: str) -> Outcome:

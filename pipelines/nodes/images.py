@@ -79,9 +79,8 @@ def sample(context: NodeContext[SampleImagesNodeConfig]) -> NodeResult:
     frames = generation_frames(values[0], list(configs.values()), given_bits=given_bits)
     store.write_bytes(ANIMATION, animation(frames))
     store.write_text(RECORD, json.dumps({**record(context, chunks), "images": _named_digests(user)}, indent=1))
-    with context.run.open() as run:
-        run.log_image(picture, key=f"user_images/{config.use}")
-    return NodeResult(outputs={"images": FOLDER}, metrics=counts(chunks))
+    logged = (context.run, f"{FOLDER}/{GRID}", f"user_images/{config.use}", 0)
+    return NodeResult(outputs={"images": FOLDER}, metrics=counts(chunks), images=[logged])
 
 
 def score(context: NodeContext[ScoreImagesNodeConfig]) -> NodeResult:

@@ -58,8 +58,8 @@ def run(context: NodeContext[SampleNodeConfig]) -> NodeResult:
     config = context.config
     store = open_store(context.out).sub(FOLDER)
     numbers = range(config.num_images)
-    images = ToDraw(tuple(f"{number:05d}" for number in numbers), tuple(numbers))
-    chunks = draw(Job(config, context.inputs, store.uri), images, progress=context.progress)
+    to_draw = ToDraw(tuple(f"{number:05d}" for number in numbers), tuple(numbers))
+    chunks = draw(Job(config, context.inputs, store.uri), to_draw, progress=context.progress)
     configs = load_stage_configs(context.inputs, config.stages)
     values = read_chunks(store, configs, chunks, most=NUM_SHOWN)
     pictures = after_stages(values, configs)
@@ -70,15 +70,13 @@ def run(context: NodeContext[SampleNodeConfig]) -> NodeResult:
     store.write_bytes(CHAIN, png(chain))
     store.write_bytes(ANIMATION, animation(generation_frames(values[0], list(configs.values()))))
     store.write_text(RECORD, json.dumps(record(context, chunks), indent=1))
-    with context.run.open() as run:
-        for stage, picture in grids.items():
-            run.log_image(picture, key=f"samples/{stage}")
-        run.log_image(chain, key="samples/chain")
-    for stage, picture in grids.items():  # under one key, so that the stages' grids lie side by side in the UI
-        output = context.inputs[f"train_{stage}"]
-        with context.run.at(output.mlflow_run_id).open() as run:
-            run.log_image(picture, key="samples", step=checkpoint_step(output))
-    return NodeResult(outputs={"samples": FOLDER}, metrics=counts(chunks))
+    images = [(context.run, f"{FOLDER}/{CHAIN}", "samples/chain", 0)]
+    for stage in grids:
+        output, file = context.inputs[f"train_{stage}"], f"{FOLDER}/{stage}.png"
+        images.append((context.run, file, f"samples/{stage}", 0))
+        # Under one key, so that the stages' grids lie side by side in the UI.
+        images.append((context.run.at(output.mlflow_run_id), file, "samples", checkpoint_step(output)))
+    return NodeResult(outputs={"samples": FOLDER}, metrics=counts(chunks), images=images)
 
 
 def counts(chunks: Sequence[Chunk]) -> dict[str, float]:

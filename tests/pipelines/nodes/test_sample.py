@@ -226,7 +226,15 @@ def test_how_images_were_drawn_is_recorded(networks, tmp_path: Path, ray_in_this
         run=RunHandle(),
         progress=Reporter("sample"),
     )
-    assert sample.run(context).metrics == {"images/sampled": 12, "images/batch_size": 2}
+    result = sample.run(context)
+    assert result.metrics == {"images/sampled": 12, "images/batch_size": 2}
+    logged = [(Path(file).name, key, step) for _, file, key, step in result.images]
+    assert logged[:3] == [
+        ("chain.png", "samples/chain", 0),
+        ("first_slice.png", "samples/first_slice", 0),
+        ("first_slice.png", "samples", 1),
+    ]
+    assert len(logged) == 7 and all((tmp_path / file).is_file() for _, file, _, _ in result.images)
     record = json.loads((tmp_path / "samples/samples.json").read_text())
     assert (record["batch_size"], record["precision"]) == (2, "bfloat16")
 
