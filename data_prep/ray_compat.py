@@ -57,6 +57,31 @@ class Paced(ExecutionCallback):
         self._next = time.monotonic() + _STEP_SEC
 
 
+def fit(trainer: Any) -> Any:
+    """`fit` of a Ray Train trainer, in processes of the session's pool.
+
+    Ray Train passes environment variables on that this project's sessions have everywhere. Processes with variables of
+    their own are in no pool: each of a training's half dozen would be started for it, and Ray imported there twice.
+    """
+    import ray.train.v2._internal.constants as constants
+    from ray.train.v2._internal.execution.controller import TrainController
+
+    class Controller(TrainController):
+        def __init__(self, **arguments: Any) -> None:
+            constants.ENV_VARS_TO_PROPAGATE.clear()
+            super().__init__(**arguments)
+
+    def run(**arguments: Any) -> Any:
+        here = {ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
+        controller = ray.remote(num_cpus=0, label_selector=here)(Controller).remote(**arguments)
+        trainer._register_sigint_handler(controller)
+        ray.get(controller.run.remote())
+        return ray.get(controller.get_result.remote())
+
+    trainer._initialize_and_run_controller = run
+    return trainer.fit()
+
+
 def set_num_cpus(rows: ray.data.Dataset, num_cpus: float) -> None:
     """CPUs per task of `repartition`, which made `rows`: it has no such argument, and its tasks would take one each."""
     rows._logical_plan.dag.ray_remote_args["num_cpus"] = num_cpus

@@ -151,6 +151,7 @@ class _Server:
     def __init__(self, uri: str) -> None:
         self.uri = uri
         self._client: MlflowClient | None = None
+        self._lock = threading.Lock()  # one thread makes the client
         self._warned, self.paused_until = False, 0.0
 
     def send(self, call: Call) -> bool:
@@ -159,7 +160,8 @@ class _Server:
             return False
         try:
             check_usable(self.uri)
-            self._client = self._client or make_client(self.uri)
+            with self._lock:
+                self._client = self._client or make_client(self.uri)
             call(self._client)
         except Exception as error:  # whatever goes wrong with the mirror must not stop the work
             again = is_unreachable(error)
@@ -235,6 +237,7 @@ class NodeRun(contextlib.AbstractContextManager["NodeRun"]):
         self.handle = handle
         self._sent: deque[Any] = deque(maxlen=100)  # MLflow's handles of the newest batches of metrics
         self._monitor: Any = None
+        self._watch = threading.Thread()  # starts the monitor
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -280,7 +283,8 @@ class NodeRun(contextlib.AbstractContextManager["NodeRun"]):
 
     def watch_machine(self, *, name: str = "") -> None:
         """Logs this machine's load as system/<metric>, or system/<name>/<metric>, until the run is closed. MLflow's
-        monitor stops for good when the server does not answer."""
+        monitor stops for good when the server does not answer. It is started in a thread: importing MLflow takes
+        seconds."""
 
         def start(client: MlflowClient) -> None:
             from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
@@ -290,17 +294,20 @@ class NodeRun(contextlib.AbstractContextManager["NodeRun"]):
             )
             self._monitor.start()
 
-        self.send(start)
+        self._watch = threading.Thread(target=self.send, args=(start,), daemon=True)
+        self._watch.start()
 
     def close(self) -> None:
         """Waits until MLflow's queue has sent the metrics, CLOSE_SEC at most."""
-        if (self._sent or self._monitor is not None) and not _done_within(CLOSE_SEC, self._finish):
+        if (self._sent or self._watch.ident) and not _done_within(CLOSE_SEC, self._finish):
             _server(self.handle.uri).failed(f"no answer for {CLOSE_SEC:g} s", pause=True)
 
     def _finish(self) -> None:
         while self._sent:
             with contextlib.suppress(Exception):  # `_is_foreign` has warned
                 self._sent.popleft().wait()
+        if self._watch.ident:
+            self._watch.join()
         if self._monitor is not None:
             self._monitor.finish()
             self._monitor = None

@@ -15,6 +15,7 @@ import hashlib
 import json
 import posixpath
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,8 @@ import ray.data
 import ray.train
 import torch
 import torch.distributed as dist
-from ray.train.torch import TorchConfig, TorchTrainer, get_device
+from ray.train.torch import TorchConfig, get_device
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -72,13 +74,20 @@ def run(context: NodeContext[TrainNodeConfig]) -> NodeResult:
     if config.init_from is not None and step == 0:
         check_start_weights(config.init_from, config.model)
     num_valid = min(config.train.num_valid_images or dataset.num_images("valid"), dataset.num_images("valid"))
-    with context.run.open() as run:
-        for split, purpose in (("train", "training"), ("valid", "validation")):
-            run.log_dataset(
-                dataset, resolution=config.model.image_size, bits=config.stored_bits, split=split, context=purpose
-            )
-        run.set_tags({"valid_images": valid_images_digest(dataset, config, num_valid)})
-    result = _trainer(context, store, name=name, step=step, dataset=dataset.uri, num_valid=num_valid).fit()
+
+    def log_inputs() -> None:
+        with context.run.open() as run:
+            for split, purpose in (("train", "training"), ("valid", "validation")):
+                run.log_dataset(
+                    dataset, resolution=config.model.image_size, bits=config.stored_bits, split=split, context=purpose
+                )
+            run.set_tags({"valid_images": valid_images_digest(dataset, config, num_valid)})
+
+    logs = threading.Thread(target=log_inputs, daemon=True)  # while the training starts: importing MLflow takes seconds
+    logs.start()
+    trainer = _trainer(context, store, name=name, step=step, dataset=dataset.uri, num_valid=num_valid)
+    result = ray_compat.fit(trainer)
+    logs.join()
     history = json.loads(store.read_bytes(posixpath.join(name, posixpath.basename(result.checkpoint.path), HISTORY)))
     store.write_text(HISTORY, json.dumps(history, indent=1))
     ranked = sorted(result.best_checkpoints, key=lambda each: each[1][SCORE])
@@ -100,7 +109,7 @@ def valid_images_digest(dataset: Dataset, config: TrainNodeConfig, num_images: i
 
 def _trainer(
     context: NodeContext[TrainNodeConfig], store: Store, *, name: str, step: int, dataset: str, num_valid: int
-) -> TorchTrainer:
+) -> DataParallelTrainer:
     """step: of the checkpoint that it resumes from, where its data begins."""
     config = context.config
     resources, train = config.resources, config.train
@@ -116,25 +125,25 @@ def _trainer(
         num_read_tasks=resources.num_workers + 1,
     )
 
-    def train_data() -> ray.data.Dataset:
-        start, num_rows = rows_to_read(train, step)
-        rows = None if resources.num_workers == 1 else train.batch_size // resources.num_workers
-        return stream(split="train", seed=config.seed, start_row=start, num_rows=num_rows, rows_per_block=rows)
-
-    def valid_data() -> ray.data.Dataset:
-        return stream(split="valid", seed=config.valid_order, start_row=0, num_rows=num_valid)
-
+    start, num_rows = rows_to_read(train, step)
+    is_shared = resources.num_workers > 1
+    rows = train.batch_size // resources.num_workers if is_shared else None
+    train_data = functools.partial(
+        stream, split="train", seed=config.seed, start_row=start, num_rows=num_rows, rows_per_block=rows
+    )
+    valid_data = functools.partial(stream, split="valid", seed=config.valid_order, start_row=0, num_rows=num_valid)
     recorded = recorded_micro_batch(store, train, num_workers=resources.num_workers)
-    return TorchTrainer(
+    return DataParallelTrainer(
         functools.partial(train_worker, context, recorded),
         scaling_config=ray.train.ScalingConfig(
             num_workers=resources.num_workers, use_gpu=resources.use_gpu, resources_per_worker=resources.worker
         ),
-        torch_config=TorchConfig(backend="nccl" if resources.use_gpu else "gloo"),
+        # One worker has nobody to talk to, and the controller need not import PyTorch.
+        backend_config=TorchConfig(backend="nccl" if resources.use_gpu else "gloo") if is_shared else None,
         datasets={"train": train_data, "valid": valid_data},
         # Locality would let the cluster's state decide which worker gets which block. One worker needs no split.
         dataset_config=ray.train.DataConfig(
-            datasets_to_split=["train"] if resources.num_workers > 1 else [],
+            datasets_to_split=["train"] if is_shared else [],
             execution_options=ray.data.ExecutionOptions(preserve_order=True),
             enable_shard_locality=False,
         ),

@@ -14,7 +14,9 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,11 @@ CONFIG = ["--config", "debug", "stages=[size_upscale,depth_upscale]"]
 pytestmark = pytest.mark.slow
 
 
-def start(storage: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def start(storage: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """One start with config debug, from a folder that is not the project's."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "MLFLOW_", "SPN_"))}
-    environment["MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL"] = "1"  # a training takes less than the default, 10 s
+    environment["MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL"] = "0.1"  # a training takes less than the default, 10 s
+    environment |= variables
     command = [sys.executable, str(ROOT / "pipelines/full_multidim.py"), *CONFIG, f"storage={storage}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=storage, env=environment, timeout=600)
 
@@ -67,9 +70,16 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def first(storage: Path) -> subprocess.CompletedProcess[str]:
+def ray_folder() -> Iterator[Path]:
+    """Of the first start. Sockets allow short paths alone."""
+    with tempfile.TemporaryDirectory(prefix="spn-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def first(storage: Path, ray_folder: Path) -> subprocess.CompletedProcess[str]:
     """Later starts draw no grids in training, which is no reason to train again."""
-    return start(storage, "tracking.sample_every_steps=12", "tracking.num_sample_images=2")
+    return start(storage, "tracking.sample_every_steps=12", "tracking.num_sample_images=2", RAY_TMPDIR=str(ray_folder))
 
 
 def test_first_start_runs_every_node(first: subprocess.CompletedProcess[str], storage: Path) -> None:
@@ -81,6 +91,12 @@ def test_first_start_runs_every_node(first: subprocess.CompletedProcess[str], st
     assert re.search(r"^\[train_size_upscale\] \d+/96 slices", first.stdout, flags=re.MULTILINE), first.stdout
     records = (storage / "debug/nodes").glob("train_*/*/*/micro_batch.json")
     assert [json.loads(record.read_text()) for record in records] == [{"micro_batch_size": 8, "device": "cpu"}] * 2
+
+
+def test_processes_of_a_training_come_from_the_pool(first: subprocess.CompletedProcess[str], ray_folder: Path) -> None:
+    """With environment variables of their own Ray would start each anew, and import itself there twice."""
+    assert list(ray_folder.glob("ray/session_*/logs/raylet.out"))
+    assert not list(ray_folder.glob("ray/session_*/logs/runtime_env_setup-*"))
 
 
 def test_the_last_checkpoint_is_found_and_intact(first: subprocess.CompletedProcess[str], storage: Path) -> None:
