@@ -71,7 +71,7 @@ class SampleConfig:
     temperature: dict[str, float] = field(default_factory=dict)  # per stage, divides the logits; default 1.0
     top_p: dict[str, float | None] = field(default_factory=dict)  # per stage, mass of the nucleus; default null: all
     precision: str = "bfloat16"  # of the networks on a GPU, or float32; on a CPU they are float32
-    decoder: str = "auto"  # fused: the GPU kernels, where they cover the network; plain: PyTorch; jacobi: all at once
+    decoder: str = "auto"  # fused: the GPU kernels, where they cover the network; plain: PyTorch; jacobi: many at once
     # For sample.py with `images`: what is made of the user's images (docs/sampling.md).
     use: str | None = None  # size_upscale, depth_upscale or complete
     num_draws: int = 1  # per image
