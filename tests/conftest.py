@@ -36,7 +36,7 @@ os.environ.pop("RAY_ADDRESS", None)
 
 
 # Files whose tests use Ray. Under pytest-xdist they run in one process: two sessions at once would have too few cores.
-WITH_RAY = {"test_build", "test_cluster", "test_damage", "test_ingest"}
+WITH_RAY = {"test_build", "test_cluster", "test_damage", "test_end_to_end", "test_ingest"}
 WITH_RAY |= {"test_kill", "test_ray_compat", "test_sample", "test_run", "test_start", "test_verify"}
 # Their sessions are in other processes: they may run beside those above, and take longest, so they begin first.
 ALONE = {"test_end_to_end", "test_job_submit"}

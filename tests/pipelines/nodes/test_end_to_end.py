@@ -27,7 +27,7 @@ from PIL import Image
 
 from data_prep import ray_compat
 from data_prep.files import open_store
-from pipelines import full_multidim, prepare_data
+from pipelines import cluster, full_multidim, prepare_data
 from pipelines.nodes.trained import start_weights_of
 from pipelines.pipeline import CHECKPOINT
 
@@ -201,28 +201,35 @@ def test_mlflow_has_comparable_stages(first: subprocess.CompletedProcess[str], s
 
 
 def test_equal_shards_from_a_forced_rerun_leave_the_trainings_standing(
-    first: subprocess.CompletedProcess[str], storage: Path, capsys: pytest.CaptureFixture[str]
+    first: subprocess.CompletedProcess[str],
+    storage: Path,
+    ray_session: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """And everything else. The dry run prints the plan that the next start carries out; the one after has nothing to do
-    and says why."""
-    rerun = ["--rerun", "prepare_data"]
-    assert full_multidim.main([*CONFIG, f"storage={storage}", *rerun, "--dry-run"]) == 0
-    plan = capsys.readouterr().out
+    and says why. Both are in this process: the starts above and below it are commands."""
+    monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo("embedded", {"CPU": 2.0}))
+    monkeypatch.setattr(cluster, "disconnect", lambda: None)
+
+    def start_here(*arguments: str) -> str:
+        assert full_multidim.main([*CONFIG, f"storage={storage}", *arguments]) == 0
+        return capsys.readouterr().out
+
+    plan = start_here("--rerun", "prepare_data", "--dry-run")
     assert planned(plan) == {"prepare_data": "run"} | dict.fromkeys(NODES[1:], "wait")
     before = attempts(storage)
-    again = start(storage, *rerun)
-    assert again.returncode == 0, again.stderr[-2000:]
-    assert plan_of(again.stdout) == plan_of(plan)
+    again = start_here("--rerun", "prepare_data")
+    assert plan_of(again) == plan_of(plan)
     assert attempts(storage) - before == {"prepare_data": 1}
     for node in NODES[1:]:
-        assert f"\n[{node}] skipped: up to date: attempt " in again.stdout
-    assert again.stdout.count(" of prepare_data made equal files") == len(NODES) - 2, "sample does not read the shards"
+        assert f"\n[{node}] skipped: up to date: attempt " in again
+    assert again.count(" of prepare_data made equal files") == len(NODES) - 2, "sample does not read the shards"
     before = attempts(storage)
-    idle = start(storage)
-    assert idle.returncode == 0, idle.stderr[-2000:]
-    assert planned(idle.stdout) == dict.fromkeys(NODES, "skip")
-    assert idle.stdout.count("up to date: attempt") >= len(NODES)
-    assert attempts(storage) == before and "total" in idle.stdout
+    idle = start_here()
+    assert planned(idle) == dict.fromkeys(NODES, "skip")
+    assert idle.count("up to date: attempt") >= len(NODES)
+    assert attempts(storage) == before and "total" in idle
 
 
 def test_an_export_loads_as_its_card_says(
