@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import logging
 import os
@@ -27,9 +28,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
+from PIL import Image
+
 from data_prep.files import Store, UserError
 from pipelines.dag import fingerprint
 from pipelines.dag.masking import mask, mask_uris, plain_uri
+from pipelines.dag.node import Picture
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -374,6 +378,18 @@ class Ledger:
         """Child run of a skipped node: no numbers, only a pointer to the run that made its output."""
         self.start_node(node, tags={**tags, "reused_run": reused_run or "unknown"}, params={})
         self.finish(node, "FINISHED")
+
+    def show(self, node: str, picture: Picture, png: bytes) -> None:
+        """Adds a picture to the run of a node, or to the run that it names."""
+        self._send(
+            lambda client: client.log_image(
+                picture.run_id or self._ids[node],
+                Image.open(io.BytesIO(png)),
+                key=picture.key,
+                step=picture.step,
+                synchronous=True,
+            )
+        )
 
     def finish(
         self,

@@ -83,14 +83,23 @@ class NodeContext(Generic[ConfigT]):
 
 
 @dataclass(frozen=True)
+class Picture:
+    """A PNG file that the tracker is to show."""
+
+    path: str  # relative to out
+    key: str
+    step: int = 0
+    run_id: str | None = None  # of another node; None: of the node itself
+
+
+@dataclass(frozen=True)
 class NodeResult:
     """What a node function returns."""
 
     outputs: Mapping[str, str]  # name -> path relative to out; a folder stands for all files below it
     metrics: Mapping[str, float] = field(default_factory=dict)
     sha256: Mapping[str, str] = field(default_factory=dict)  # relative path -> digest, where the node knows it already
-    # (run, relative path of a PNG, key and step of `log_image`): sent by the driver, which has opened MLflow anyway.
-    images: Sequence[tuple[Any, str, str, int]] = ()
+    pictures: Sequence[Picture] = ()
 
 
 class Tracker(Protocol):
@@ -100,6 +109,8 @@ class Tracker(Protocol):
         """The node's run, as nodes get it: it has a run_id and open()."""
 
     def reuse_node(self, node: str, *, tags: Mapping[str, str], reused_run: str | None) -> None: ...
+
+    def show(self, node: str, picture: Picture, png: bytes) -> None: ...
 
     def finish(
         self,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
 import json
 import posixpath
 import signal
@@ -18,8 +17,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from PIL import Image
 
 from data_prep.files import UserError
 from data_prep.lock import Lock
@@ -312,11 +309,10 @@ class _Engine:
         seconds = time.monotonic() - running.since
         self.display.end(node.name)
         if outcome.success is not None:
+            for picture in outcome.pictures:  # by the driver, which has opened MLflow anyway
+                with contextlib.suppress(OSError):
+                    self.tracker.show(node.name, picture, store.read_bytes(posixpath.join(folder, picture.path)))
             self._finish(node.name, self._recorded(outcome.success), EXECUTED)
-            for run, file, key, step in outcome.images:
-                with contextlib.suppress(OSError), run.open() as opened:
-                    picture = Image.open(io.BytesIO(store.read_bytes(posixpath.join(folder, file))))
-                    opened.log_image(picture, key=key, step=step)
             self.display.line(f"[{node.name}] done in {clock(seconds)}")
         elif outcome.is_fault and running.faults < node.max_failures:
             self._retry_later(running, outcome.error)

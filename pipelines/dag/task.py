@@ -23,7 +23,7 @@ from data_prep.files import Store, UserError, is_transient, naming_full_disk, pr
 from pipelines.dag import attempts, fingerprint
 from pipelines.dag.attempts import Success
 from pipelines.dag.masking import Masked, mask
-from pipelines.dag.node import NodeContext, NodeResult
+from pipelines.dag.node import NodeContext, NodeResult, Picture
 
 _INFRASTRUCTURE = {  # of ray.exceptions: a process, a machine or what Ray kept there is gone
     "WorkerCrashedError",
@@ -69,7 +69,7 @@ class Outcome:
     error: str = ""  # one line
     is_fault: bool = False  # of the infrastructure: the node may be retried
     is_user_error: bool = False  # the user's data or configuration is wrong, not the program
-    images: Sequence[tuple[Any, str, str, int]] = ()  # of the NodeResult
+    pictures: Sequence[Picture] = ()
 
 
 def execute(task: Task, *after: None) -> Outcome:
@@ -112,7 +112,7 @@ def execute(task: Task, *after: None) -> Outcome:
         git_commit=task.git_commit,
     )
     store.write_bytes(posixpath.join(task.folder, attempts.SUCCESS), success.to_bytes())
-    return Outcome(success, images=result.images)
+    return Outcome(success, pictures=result.pictures)
 
 
 def failed(store: Store, folder: str, error: BaseException, text: str) -> Outcome:

@@ -32,7 +32,7 @@ from pipelines.config import (
     stage_names,
     train_node,
 )
-from pipelines.dag.node import NodeContext, NodeResult
+from pipelines.dag.node import NodeContext, NodeResult, Picture
 from pipelines.nodes.evaluate import ScoringJob
 from pipelines.nodes.evaluate import score as score_chunks
 from pipelines.nodes.pictures import UNKNOWN, animation, depth_after, display, generation_frames, png, side_by_side
@@ -79,8 +79,8 @@ def sample(context: NodeContext[SampleImagesNodeConfig]) -> NodeResult:
     frames = generation_frames(values[0], list(configs.values()), given_bits=given_bits)
     store.write_bytes(ANIMATION, animation(frames))
     store.write_text(RECORD, json.dumps({**record(context, chunks), "images": _named_digests(user)}, indent=1))
-    logged = (context.run, f"{FOLDER}/{GRID}", f"user_images/{config.use}", 0)
-    return NodeResult(outputs={"images": FOLDER}, metrics=counts(chunks), images=[logged])
+    shown = [Picture(f"{FOLDER}/{GRID}", f"user_images/{config.use}")]
+    return NodeResult(outputs={"images": FOLDER}, metrics=counts(chunks), pictures=shown)
 
 
 def score(context: NodeContext[ScoreImagesNodeConfig]) -> NodeResult:

@@ -27,7 +27,7 @@ import torch
 from data_prep.files import Store, UserError, open_store
 from data_prep.parquet import ShardWriter, open_parquet, pixels, schema, shard_path
 from pipelines.config import DrawingConfig, SampleNodeConfig
-from pipelines.dag.node import NodeContext, NodeOutput, NodeResult
+from pipelines.dag.node import NodeContext, NodeOutput, NodeResult, Picture
 from pipelines.dag.progress import Reporter
 from pipelines.nodes.memory import device_name, halved, largest_that_fits, naming
 from pipelines.nodes.pictures import (
@@ -70,13 +70,13 @@ def run(context: NodeContext[SampleNodeConfig]) -> NodeResult:
     store.write_bytes(CHAIN, png(chain))
     store.write_bytes(ANIMATION, animation(generation_frames(values[0], list(configs.values()))))
     store.write_text(RECORD, json.dumps(record(context, chunks), indent=1))
-    images = [(context.run, f"{FOLDER}/{CHAIN}", "samples/chain", 0)]
+    shown = [Picture(f"{FOLDER}/{CHAIN}", "samples/chain")]
     for stage in grids:
-        output, file = context.inputs[f"train_{stage}"], f"{FOLDER}/{stage}.png"
-        images.append((context.run, file, f"samples/{stage}", 0))
-        # Under one key, so that the stages' grids lie side by side in the UI.
-        images.append((context.run.at(output.mlflow_run_id), file, "samples", checkpoint_step(output)))
-    return NodeResult(outputs={"samples": FOLDER}, metrics=counts(chunks), images=images)
+        trained, file = context.inputs[f"train_{stage}"], f"{FOLDER}/{stage}.png"
+        shown.append(Picture(file, f"samples/{stage}"))
+        if trained.mlflow_run_id:  # under one key, so that the stages' grids lie side by side in the UI
+            shown.append(Picture(file, "samples", checkpoint_step(trained), trained.mlflow_run_id))
+    return NodeResult(outputs={"samples": FOLDER}, metrics=counts(chunks), pictures=shown)
 
 
 def counts(chunks: Sequence[Chunk]) -> dict[str, float]:

@@ -198,6 +198,8 @@ def test_mlflow_has_comparable_stages(first: subprocess.CompletedProcess[str], s
     (launch,) = [run for run in runs.values() if run.data.tags["node"] == "pipeline"]
     assert launch.data.metrics["test/bits_per_dim/total"] == pytest.approx(total)
     assert any(each.path.startswith("images/samples") for each in client.list_artifacts(launch.info.run_id, "images"))
+    shown = client.list_artifacts(runs["sample"].info.run_id, "images")
+    assert any(picture.path.startswith("images/samples~chain+") for picture in shown)
 
 
 def test_equal_shards_from_a_forced_rerun_leave_the_trainings_standing(

@@ -25,7 +25,7 @@ from PIL import Image
 from data_prep.files import UserError, open_store
 from data_prep.parquet import pixels, schema
 from pipelines.config import NodeResources, SampleNodeConfig
-from pipelines.dag.node import NodeContext, NodeOutput
+from pipelines.dag.node import NodeContext, NodeOutput, Picture
 from pipelines.dag.progress import Reporter, Update
 from pipelines.nodes import sample
 from pipelines.nodes.sample import DrawingWorker, Job, ToDraw, chunks_of, draw, read_chunks
@@ -221,20 +221,19 @@ def test_how_images_were_drawn_is_recorded(networks, tmp_path: Path, ray_in_this
         fingerprint="f",
         attempt="a",
         config=config(precision="bfloat16"),
-        inputs=networks,
+        inputs={name: dataclasses.replace(made, mlflow_run_id=name) for name, made in networks.items()},
         out=str(tmp_path),
         run=RunHandle(),
         progress=Reporter("sample"),
     )
     result = sample.run(context)
     assert result.metrics == {"images/sampled": 12, "images/batch_size": 2}
-    logged = [(Path(file).name, key, step) for _, file, key, step in result.images]
-    assert logged[:3] == [
-        ("chain.png", "samples/chain", 0),
-        ("first_slice.png", "samples/first_slice", 0),
-        ("first_slice.png", "samples", 1),
+    assert result.pictures[:3] == [
+        Picture("samples/chain.png", "samples/chain"),
+        Picture("samples/first_slice.png", "samples/first_slice"),
+        Picture("samples/first_slice.png", "samples", 1, "train_first_slice"),
     ]
-    assert len(logged) == 7 and all((tmp_path / file).is_file() for _, file, _, _ in result.images)
+    assert len(result.pictures) == 7 and all((tmp_path / picture.path).is_file() for picture in result.pictures)
     record = json.loads((tmp_path / "samples/samples.json").read_text())
     assert (record["batch_size"], record["precision"]) == (2, "bfloat16")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import io
 import json
 import logging
 import os
@@ -23,10 +24,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from pyarrow._fs import _MockFileSystem
 
 from data_prep.files import Store, UserError, open_store
 from pipelines import tracking
+from pipelines.dag.node import Picture
 from pipelines.tracking import LOGIN, PARENT_TAG, Ledger, RunHandle, default_uri
 
 SPLITS = ("valid", "train", "test")
@@ -109,6 +112,9 @@ def test_a_node_run_holds_what_was_logged(place: Path) -> None:
         run.log_image(np.zeros((4, 4, 3), np.uint8), key="samples", step=20)
         run.log_text("text", "notes/text.txt")
         run.set_tags({"more": "tag"})
+    png = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(png, "PNG")
+    ledger.show("train_a", Picture("a.png", "of_the_driver", step=3), png.getvalue())
     assert (
         ledger.finish("train_a", "FINISHED", metrics={"lr": 9.9, "images_seen": 100.0}, history=points(1))
         == handle.run_id
@@ -124,6 +130,8 @@ def test_a_node_run_holds_what_was_logged(place: Path) -> None:
     assert history(ledger, handle.run_id, "lr") == [(1, 0.1)], "the result adds no point to a curve"
     assert history(ledger, handle.run_id, "images_seen") == [(0, 100.0)]
     assert {"images", "notes"} <= {f.path for f in client(ledger).list_artifacts(handle.run_id)}
+    shown = [f.path for f in client(ledger).list_artifacts(handle.run_id, "images")]
+    assert any("samples" in path for path in shown) and any("of_the_driver" in path for path in shown)
     parent = client(ledger).get_run(ledger.parent.run_id)
     assert parent.info.status == "FINISHED" and parent.data.params == {"seed": "1"}
     assert parent.info.run_name == "demo seed=1" and parent.data.tags["node"] == "pipeline"

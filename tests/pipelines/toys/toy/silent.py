@@ -32,5 +32,8 @@ class SilentTracker:
 
     reuse_node = start_node
 
+    def show(self, *_: Any) -> None:
+        pass
+
     def finish(self, node: str, status: str, **_: Any) -> None:
         self.ended.setdefault(node, []).append(status)
