@@ -47,6 +47,9 @@ _EMBEDDED = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; silences one warning per task
 }
 
+# Of the user's variables, what a cluster's workers get too; an embedded session's get all.
+_PASSED_ON = ("SPN_GIT_COMMIT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
 
 @dataclass(frozen=True)
 class ClusterInfo:
@@ -155,7 +158,7 @@ def _join() -> None:
 
     job = json.loads(os.environ.get(_JOB_CONFIG, "{}")).get("runtime_env") or {}
     theirs = job.get("env_vars") or {}
-    ours = {key: os.environ[key] for key in (*_EVERYWHERE, "SPN_GIT_COMMIT")}
+    ours = {key: os.environ[key] for key in (*_EVERYWHERE, *_PASSED_ON) if key in os.environ}
     if "working_dir" not in job:  # with one, Ray puts its copy on every worker's path itself
         ours["PYTHONPATH"] = str(ROOT)
     # Ray refuses a variable that the job sets too; the job's own value stands.

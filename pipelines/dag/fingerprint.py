@@ -38,6 +38,7 @@ SAME_RESULTS = {
     "1f94eeb023ce45f8": "7281b4f3dbfb9830",  # spn.decoding.incremental: whole layers; a coder; a guess
     "e708e6dcce1b2810": "5c02ae2c2fae45f9",  # spn.gpu.fused: a coder
     "58fd0935e9cfb1ef": "ab8c07a0e84259d2",  # spn.gpu.kernels: a coder; without one the same machine code
+    "373ef72168f40160": "dcec4495d3ea4ae1",  # spn.gpu.training: what the compiler may keep on the disk
     "66398fed02d3debc": "6e45b4162318fad7",  # data_prep.build: sizes compared in one place
     "df1c1a2eb1bfb96b": "5590489b51ed3b0f",  # data_prep.plan: one function fewer
     "fcac7e913f267d4f": "b4edcd0be110cfef",  # data_prep.sources.base: a file that a table's row names is not read

@@ -39,6 +39,15 @@ MODES: dict[str, dict[str, Any]] = {
     "tuned": {"coordinate_descent_tuning": True},  # block sizes of the kernels that it writes itself
     "max_autotune": {"coordinate_descent_tuning": True, "max_autotune": True},  # also products by kernels of its own
 }
+# The compiler keeps whole graphs on the disk only if it knows that nothing outside of them decides what their functions
+# do, which holds for these. Otherwise it keeps no more than the kernels, and each start traces all gradients again.
+CACHEABLE: dict[str, Any] = {
+    "unsafe_marked_cacheable_functions": {
+        "torch.ops.higher_order.autograd_function_apply": "",
+        "torch.amp.autocast_mode._enter_autocast": "",
+        "torch.amp.autocast_mode._exit_autocast": "",
+    }
+}
 
 
 def speed_up(model: nn.Module, *, compiled: bool = False, mode: str = "default") -> Callable[..., Tensor]:
@@ -48,7 +57,12 @@ def speed_up(model: nn.Module, *, compiled: bool = False, mode: str = "default")
     """
     for module in model.modules():
         module.__class__ = FAST_FORMS.get(type(module), type(module))
-    return torch.compile(model, options={**OPTIONS, **MODES[mode]}) if compiled else model
+    if not compiled:
+        return model
+    from torch._inductor import config
+
+    kept = {name: value for name, value in CACHEABLE.items() if hasattr(config, name)}  # not in older versions
+    return torch.compile(model, options={**OPTIONS, **MODES[mode], **kept})
 
 
 # ---- sums ---------------------------------------------------------------------------------------------------------

@@ -133,7 +133,10 @@ def test_every_mode_of_the_config_is_one_of_the_compiler():
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_compiled_networks_keep_the_layouts_that_they_have(mode, tiny_config, monkeypatch):
-    """The compiler is asked not to transpose tensors of four axes, by a key that it knows."""
+    """The compiler is asked not to transpose tensors of four axes, by a key that it knows; and the whole graph may be
+    kept on the disk for the next start."""
+    from torch._functorch._aot_autograd.autograd_cache import check_cacheable
+
     model = SPN(tiny_config("size_upscale", image_size=8, scaling_factor=2))
     plain = logits_and_gradients(model, seed=4)
     seen = []
@@ -142,6 +145,7 @@ def test_compiled_networks_keep_the_layouts_that_they_have(mode, tiny_config, mo
         with torch._inductor.config.patch(config_patches):
             config = torch._inductor.config
             seen.append((config.layout_optimization, config.coordinate_descent_tuning, config.max_autotune))
+            check_cacheable(graph)  # else it raises
         return graph.forward
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compiler)
