@@ -5,6 +5,7 @@ python -m pytest tests/spn/test_main.py
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from spn.__main__ import main
+from spn import __main__ as spn_main
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_a_photo_becomes_a_picture(tmp_path, capsys):
+def test_a_photo_becomes_a_picture(tmp_path, capsys, monkeypatch):
     """Crops of the photo in the top row, drawn ones below; bits/dim and the picture's path are printed."""
+    monkeypatch.setattr(spn_main, "NETWORK", dataclasses.replace(spn_main.NETWORK, image_size=16))
     photo = np.random.default_rng(0).integers(256, size=(60, 80, 3), dtype=np.uint8)
     Image.fromarray(photo).save(tmp_path / "photo.png")
-    main([str(tmp_path / "photo.png"), "--steps", "2", "--out", str(tmp_path / "drawn.png")])
+    spn_main.main([str(tmp_path / "photo.png"), "--steps", "2", "--out", str(tmp_path / "drawn.png")])
     with Image.open(tmp_path / "drawn.png") as drawn:
         assert drawn.size == (512, 512) and len(set(drawn.convert("L").tobytes())) > 2
     printed = capsys.readouterr().out
@@ -33,7 +35,7 @@ def test_a_photo_that_cannot_be_read_is_one_line(tmp_path, capsys):
     (tmp_path / "text.png").write_text("no picture")
     for name in ("text.png", "nothing.png"):
         with pytest.raises(SystemExit, match="2"):
-            main([str(tmp_path / name)])
+            spn_main.main([str(tmp_path / name)])
         assert f"{name} is no picture" in capsys.readouterr().err
 
 

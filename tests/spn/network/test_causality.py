@@ -60,13 +60,13 @@ def influence(model: SPN, seed: int, *, of_given: bool = False) -> Tensor:
     image = torch.randint(config.num_values, shape, generator=generator)
     num_given = 2**config.num_given_bits
     given = torch.randint(num_given, shape, generator=generator) if config.num_given_bits else None
-    same = [image.expand(len(order), *shape), None if given is None else given.expand(len(order), *shape)]
-    changed = list(same)
+    before = logits_in_order(model, image[None], None if given is None else given[None])
     if of_given:
-        changed[1] = perturbed(given, order, num_given, generator)
+        image, given = image.expand(len(order), *shape), perturbed(given, order, num_given, generator)
     else:
-        changed[0] = perturbed(image, order, config.num_values, generator)
-    return (logits_in_order(model, *changed) - logits_in_order(model, *same)).abs().amax(2)
+        given = None if given is None else given.expand(len(order), *shape)
+        image = perturbed(image, order, config.num_values, generator)
+    return (logits_in_order(model, image, given) - before).abs().amax(2)
 
 
 def leaks(matrix: Tensor) -> bool:

@@ -29,6 +29,7 @@ from spn.sampling import rows_to_sample, sample_chain, sample_slice_slowly, samp
 from tests.spn.whole_images import context_of, logits_of, target_of
 
 UNEVEN = dict(num_layers=3, conv_channels=7, residual_channels=11, num_attn_layers=1, num_attn_heads=3)
+NUM_DRAWN = 8_000  # images, where frequencies are compared
 DECODERS = {"paper": UNEVEN, "modern": dict(UNEVEN, recipe="modern")}
 
 
@@ -77,16 +78,15 @@ def test_same_samples_as_the_slow_sampler_after_a_given_first_slice(stage_networ
     )
 
 
-@pytest.mark.parametrize("recipe", DECODERS)
-@pytest.mark.parametrize("rows", [1, 4, 6])
+@pytest.mark.parametrize(("recipe", "rows"), [("paper", 1), ("modern", 3), ("paper", 4)])
 def test_jacobi_iteration_draws_the_same_from_any_guess_in_few_passes_where_the_network_is_certain(
     rows, recipe, tiny_spn, monkeypatch
 ):
     monkeypatch.setattr(jacobi, "ROWS_AT_ONCE", rows)
-    shape = dict(image_size=6, scaling_factor=1, num_bits=2)
+    shape = dict(image_size=4, scaling_factor=1, num_bits=2)
     model = tiny_spn("baseline", seed=10, decoder=DECODERS[recipe], **shape)
-    uniform = uniforms(3, stage="baseline", images=range(3), image_size=6)
-    known = torch.randint(4, (3, 3, 1, 6))
+    uniform = uniforms(3, stage="baseline", images=range(3), image_size=4)
+    known = torch.randint(4, (3, 3, 1, 4))
 
     def passes_of(**options: Any) -> int:
         decode = jacobi.JacobiDecoder(model)
@@ -98,7 +98,7 @@ def test_jacobi_iteration_draws_the_same_from_any_guess_in_few_passes_where_the_
         return decode.num_passes - before
 
     certain, likely, uncertain = passes_of(temperature=1e-9, top_p=0.1), passes_of(top_p=0.8), passes_of()
-    fewest = {1: 11, 4: 4, 6: 2}[rows]  # a known row: one pass; others: drawn, then seen to stay
+    fewest = {1: 7, 3: 3, 4: 2}[rows]  # a known row: one pass; others: drawn, then seen to stay
     assert fewest <= min(certain, likely) and max(likely, uncertain) <= uniform[0].numel() + fewest
     with torch.no_grad():
         model = copy.deepcopy(model)
@@ -294,7 +294,7 @@ def test_frequencies_given_a_first_slice_are_the_exact_conditional(tiny_spn):
     every = all_images(1, 2)
     agrees = (image_to_slices(every, 2)[:, :2] == slices).flatten(1).all(1)
     log_p = -chain_nats(models, every << 7)["size_upscale"][agrees]
-    drawn = sample_chain(models, seed=1, images=range(20_000), slices=slices.expand(20_000, -1, -1, -1, -1))
+    drawn = sample_chain(models, seed=1, images=range(NUM_DRAWN), slices=slices.expand(NUM_DRAWN, -1, -1, -1, -1))
     counts = number_of(drawn["size_upscale"], 1).bincount(minlength=4096)
     assert counts[~agrees].sum() == 0
     assert_frequencies(counts[agrees], torch.softmax(log_p, 0))
@@ -358,7 +358,7 @@ def test_frequencies_of_one_pixel(temperature, tiny_spn):
     with torch.no_grad():
         logits = logits_of(model, every, torch.zeros(len(every), dtype=torch.long))[..., 0, 0]  # [64, 3, V]
     log_p = torch.log_softmax(logits / temperature, -1).gather(2, every[..., 0]).sum((1, 2))
-    uniform = torch.rand((20_000, 3, 1, 1), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    uniform = torch.rand((NUM_DRAWN, 3, 1, 1), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     drawn = sample_stage(model, uniform, temperature=temperature)
     assert_frequencies(number_of(drawn, 2).bincount(minlength=64), log_p.exp())
 
@@ -369,7 +369,7 @@ def test_frequencies_of_a_chain_of_sizes(tiny_spn):
     models = {name: tiny_spn(name, seed=s, **common) for s, name in ((22, "first_slice"), (23, "size_upscale"))}
     every = all_images(1, 2)
     log_p = -sum(chain_nats(models, every << 7).values())
-    drawn = sample_chain(models, seed=1, images=range(20_000))["size_upscale"]
+    drawn = sample_chain(models, seed=1, images=range(NUM_DRAWN))["size_upscale"]
     assert_frequencies(number_of(drawn, 1).bincount(minlength=4096), log_p.exp())
 
 
@@ -383,7 +383,7 @@ def test_frequencies_of_a_chain_of_depths(tiny_spn):
     }
     every = all_images(3, 1)
     log_p = -sum(chain_nats(models, every << 5).values())
-    drawn = sample_chain(models, seed=2, images=range(20_000))["depth_upscale_3"]
+    drawn = sample_chain(models, seed=2, images=range(NUM_DRAWN))["depth_upscale_3"]
     assert_frequencies(number_of(drawn, 3).bincount(minlength=512), log_p.exp())
 
 
