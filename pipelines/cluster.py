@@ -33,6 +33,7 @@ _EVERYWHERE = {
     "RAY_DATA_USE_DATASOURCE_V2": "0",  # the newer Parquet reader takes seconds per epoch on small data
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # train workers stay in the driver's working directory
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "604800",  # a week: trainers wait in Ray's queue for their resources
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # the end of a training is seen two looks after it, and the next waits
     "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",  # what Ray Train's controller does
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "TOKENIZERS_PARALLELISM": "false",
