@@ -19,6 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,8 @@ def train_worker(context: NodeContext[TrainNodeConfig], recorded: tuple[int, str
     workers = ray.train.get_context()
     rank, num_workers = workers.get_world_rank(), workers.get_world_size()
     device = get_device()
+    # Read meanwhile: the processes that read then exist already when training begins.
+    valid = ValidImages(node, rank=rank, num_workers=num_workers, device=device)
     torch.manual_seed(node.seed)  # equal initial weights on all workers
     model = SPN(node.model).to(device)
     if config.recompute_activations:
@@ -204,7 +207,6 @@ def train_worker(context: NodeContext[TrainNodeConfig], recorded: tuple[int, str
             )
     note = f"{num_workers} x {micro_batch_size:,} slices x {share // micro_batch_size:,} accumulated"
     recorder = Recorder(context, state, history, note=note)
-    valid = ValidImages(node, rank=rank, num_workers=num_workers, device=device)
 
     def evaluate() -> dict[str, float]:
         scores = valid.bits_per_dim(model)
@@ -469,19 +471,23 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 class ValidImages:
-    """This worker's share of the fixed validation images (uint8, kept in memory) and their exact score."""
+    """This worker's share of the fixed validation images (uint8, read in a thread and kept in memory) and their exact
+    score."""
 
     def __init__(self, node: TrainNodeConfig, *, rank: int, num_workers: int, device: torch.device) -> None:
         self.node, self.rank, self.num_workers, self.device = node, rank, num_workers, device
         self.num_images = 0  # of all workers
+        self._read = ThreadPoolExecutor(1).submit(self._pixels, ray.train.get_dataset_shard("valid"))
 
-    @functools.cached_property
-    def pixels(self) -> np.ndarray:
-        shard = ray.train.get_dataset_shard("valid")
+    def _pixels(self, shard: ray.data.DataIterator) -> np.ndarray:
         tables = shard.iter_batches(batch_size=EVAL_BATCH, batch_format="pyarrow")
         pixels = np.concatenate([collate(table)["px"] for table in tables])
         self.num_images = len(pixels)
         return pixels[self.rank :: self.num_workers].copy()
+
+    @property
+    def pixels(self) -> np.ndarray:
+        return self._read.result()
 
     def bits_per_dim(self, model: SPN) -> dict[str, float]:
         """Exact, nats summed over all workers and divided once. SCORE: of the slices that the chain takes from this
