@@ -21,7 +21,6 @@ import pytest
 import ray.autoscaler
 import yaml
 from moto import mock_aws
-from moto.ec2.models.instance_types import INSTANCE_TYPES
 
 # Private, but the launcher has no public way without a cloud account; .ci/constraints.txt holds the version.
 from ray.autoscaler._private.aws import node_provider
@@ -86,6 +85,8 @@ def test_what_the_launcher_starts_may_use_the_bucket(
 
 def test_machines_have_what_the_comments_say(cluster: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """moto carries Amazon's table of instance types; Ray derives each group's CPUs and GPUs from it."""
+    from moto.ec2.models.instance_types import INSTANCE_TYPES  # takes a second, in every process that finds tests
+
     named = r"(\w+\.\w+)(?: #| has) (?:(\d+) (\w+) of (\d+) GB)?(?:,? ?(\d+) vCPU, (\d+) GiB)?"
     claims = re.findall(named, (ROOT / "ray_cluster.yaml").read_text())
     assert {claim[0] for claim in claims} == {"m5.2xlarge", "m5.4xlarge", "g5.12xlarge", "p4d.24xlarge"}
