@@ -1,8 +1,8 @@
 """Sampling one slice, one image and a whole chain of stages (paper section 3.4).
 
-The embedder runs once a slice, the decoder once a pixel: in plain torch (decoding.py), on a GPU as fused kernels
-(fused.py). `sample_slice_slowly` is the reference. Each image's randomness follows from (seed, stage, image index or
-name) alone.
+The embedder runs once a slice, the decoder once a pixel: in plain torch (decoding/), on a GPU as fused kernels
+(gpu/fused.py). `sample_slice_slowly` is the reference. Each image's randomness follows from (seed, stage, image index
+or name) alone.
 
 B batch, H W image, h w slice, V values.
 """

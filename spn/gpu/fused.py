@@ -1,6 +1,6 @@
-"""Decoding slices on a GPU: the steps of decoding.py as fused kernels, one row of pixels a CUDA graph.
+"""Decoding slices on a GPU: the steps of incremental.py as fused kernels, one row of pixels a CUDA graph.
 
-What differs from decoding.py is the order of the sums, not the result: weights are folded before (folding.py).
+What differs from incremental.py is the order of the sums, not the result: weights are folded before (folding.py).
 
 B batch, h w slice; V, L, D, P, R and G as in folding.py.
 """
