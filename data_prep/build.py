@@ -45,10 +45,8 @@ from data_prep.plan import (
     Plan,
     Row,
     ShardPlan,
-    content_of,
     make_plan,
     max_quarantine_fraction,
-    num_duplicates,
     quarantine_record,
     refuse_small,
 )
@@ -203,7 +201,6 @@ def _manifest(config: DataConfig, plan: Plan, store: Store, sidecars: list[dict]
             num_photos=len(plan.source.items),
             skipped=plan.source.skipped,
             splits=plan.splits,
-            duplicate_content=num_duplicates([plan.contents, *(sidecar["contents"] for sidecar in sidecars)]),
         ),
         num_images=num_images,
         num_photos={split: len(set(plan.photos[split]) - set(bad)) for split in num_images},
@@ -248,7 +245,6 @@ class _Found:
     """What a shard's photos turned out to be."""
 
     quarantine: list[dict] = field(default_factory=list)
-    contents: list[str] = field(default_factory=list)
     conversions: Counter[str] = field(default_factory=Counter)
     num_rows: int = 0
 
@@ -285,7 +281,6 @@ def _write_shard(task: dict, *, config: DataConfig, source: tuple[str, str], out
         num_rows=found.num_rows,
         conversions=dict(sorted(found.conversions.items())),
         quarantine=found.quarantine,
-        contents="".join(found.contents),
         files=[asdict(written) for written in writer.shards()],
     )
     text = json.dumps(sidecar, indent=1) + "\n"
@@ -308,7 +303,7 @@ def _chunks(
     again for the next ones.
 
     Inside a chunk items are read in the order of their places in the source, each once for all its tiles. What cannot
-    be used is added to `found.quarantine`, what was read to `found.contents`.
+    be used is added to `found.quarantine`.
     """
     bytes_per_row = sum(resolution**2 * 3 for resolution in config.resolutions)
     shared = any(row.top is not None or row.item.block is not None for row in rows)
@@ -321,13 +316,13 @@ def _chunks(
         for places in _by_item(chunk):
             item = chunk[places[0]].item
             try:
-                decoded = _decode(config, reader, item, found)
+                decoded = _decode(config, reader, item)
                 height, width = decoded.pixels.shape[:2]
                 refuse_small(min(height, width), config.min_side)
                 if not config.allow_upscaling:
                     refuse_small(min(height, width, config.tile_size or height), max(config.resolutions))
             except images.UnusableImage as error:
-                found.quarantine.append(quarantine_record(reader, item, error.reason, error.message)[0])
+                found.quarantine.append(quarantine_record(reader, item, error.reason, error.message))
                 continue
             for place in places:
                 square = _square(config, chunk[place], decoded.pixels)
@@ -362,9 +357,8 @@ def _by_item(rows: list[Row]) -> list[list[int]]:
     return sorted(places.values(), key=where)
 
 
-def _decode(config: DataConfig, reader: Reader, item: Item, found: _Found) -> images.Decoded:
+def _decode(config: DataConfig, reader: Reader, item: Item) -> images.Decoded:
     data = reader.read(item)
-    found.contents.append(content_of(item.key, data))
     if item.layout != ENCODED:
         return images.from_raw(data, planar=item.layout == CHW)
     return images.decode(

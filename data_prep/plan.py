@@ -20,7 +20,7 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -76,7 +76,6 @@ class Plan:
     shards: list[ShardPlan]
     quarantine: list[dict]  # items whose header is unusable already; records of QUARANTINE_SCHEMA
     rejected: list[dict]  # what the source turned away; such records may share a key with an item that is used
-    contents: str  # of the rejected, as in a sidecar
     hash: str
     versions: dict[str, str]
     splits: str  # where they come from, for people
@@ -110,7 +109,7 @@ def make_plan(config: DataConfig, source: Source) -> Plan:
                 try:
                     rows += _tiles(config, split, item, reader.read(item))
                 except images.UnusableImage as error:
-                    quarantine.append(quarantine_record(reader, item, error.reason, error.message)[0])
+                    quarantine.append(quarantine_record(reader, item, error.reason, error.message))
             shards += _shards(config, split, number, rows)
         rejected = [quarantine_record(reader, r.item, r.reason, r.message) for r in source.rejected]
     versions = {name: importlib.metadata.version(name) for name in _BYTE_DECIDING_LIBRARIES}
@@ -123,8 +122,7 @@ def make_plan(config: DataConfig, source: Source) -> Plan:
         photos={split: [item.key for item in items] for split, items in by_split.items()},
         shards=shards,
         quarantine=quarantine,
-        rejected=[record for record, _ in rejected],
-        contents="".join(content for _, content in rejected),
+        rejected=rejected,
         hash=plan_hash,
         versions=versions,
         splits=describe_splits(config, source),
@@ -171,13 +169,13 @@ def refuse_small(side: int, needed: int) -> None:
         raise images.UnusableImage("too_small", f"short side of {side} pixels, at least {needed} needed")
 
 
-def quarantine_record(reader: Reader, item: Item, reason: str, message: str) -> tuple[dict, str]:
-    """(record of QUARANTINE_SCHEMA, content as in `content_of`); bytes that cannot be read count as none."""
+def quarantine_record(reader: Reader, item: Item, reason: str, message: str) -> dict:
+    """A record of QUARANTINE_SCHEMA; bytes that cannot be read count as none."""
     try:
         data = reader.read(item) if item.size or item.block is not None else b""
     except images.UnusableImage:
         data = b""
-    record = dict(
+    return dict(
         key=item.key,
         source=item.path,
         offset=item.offset if item.row is None else item.row,
@@ -186,27 +184,6 @@ def quarantine_record(reader: Reader, item: Item, reason: str, message: str) -> 
         reason=reason,
         message=message,
     )
-    return record, content_of(f"{item.key}@{item.offset}", data)  # its key may be that of an image that is used
-
-
-def content_of(key: str, data: bytes) -> str:
-    """32 hex digits: a hash of the key, then one of the content; "" for no bytes. Tells equal images apart from one.
-
-    Of the content: size, first, middle and last 4 KiB. Compressed images that agree in these are the same; hashing
-    every byte would take some percent of the whole build.
-    """
-    if not data:
-        return ""
-    middle = len(data) // 2
-    sample = b"%d:" % len(data) + data[:4096] + data[middle : middle + 4096] + data[-4096:]
-    return "".join(hashlib.blake2b(part, digest_size=8).hexdigest() for part in (key.encode(), sample))
-
-
-def num_duplicates(contents: Iterable[str]) -> int:
-    """Images whose content another image has too, the first of them not counted. Takes many `content_of`."""
-    pairs = np.frombuffer(bytes.fromhex("".join(contents)), np.uint64).reshape(-1, 2)
-    images_seen = np.unique(pairs, axis=0)  # tiles of one photo give it once for each shard
-    return len(images_seen) - len(np.unique(images_seen[:, 1]))
 
 
 # ---- splits --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One shard without Ray: squares, refused sizes, equal content, records of the quarantine.
+"""One shard without Ray: squares, refused sizes, records of the quarantine.
 
 pytest tests/data_prep/test_shard.py
 """
@@ -21,7 +21,7 @@ from PIL import Image
 from data_prep import images
 from data_prep.config import DataConfig
 from data_prep.parquet import QUARANTINE_SCHEMA, draws
-from data_prep.plan import content_of, num_duplicates, with_exif
+from data_prep.plan import with_exif
 from data_prep.resize import resize_area
 from data_prep.sources import Reader
 
@@ -68,15 +68,6 @@ def test_photos_that_would_be_scaled_up_can_be_refused(config: DataConfig, tmp_p
     assert sidecar["conversions"] == {"upscaled": 4}  # the tall ones, 40 pixels wide
     _, (strict,) = written(dataclasses.replace(large, allow_upscaling=False), tmp_path / "b")
     assert [record["reason"] for record in strict["quarantine"]] == ["too_small"] * 4 and strict["num_rows"] == 4
-
-
-def test_equal_content_is_counted_across_shards_and_tiles():
-    a, b = content_of("a", b"x" * 20_000), content_of("b", b"x" * 20_000)
-    other, none = content_of("c", b"x" * 20_001), content_of("d", b"")
-    assert num_duplicates([]) == num_duplicates([a, other, none]) == 0
-    assert num_duplicates([a + b, other]) == 1
-    assert num_duplicates([a, a, other + a]) == 0  # the same photo, seen by three shards
-    assert num_duplicates([a, b, content_of("e", b"x" * 20_000)]) == 2
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 
 from data_prep import images, sources
 from data_prep.config import DataConfig
-from data_prep.plan import Plan, make_plan, num_duplicates
+from data_prep.plan import Plan, make_plan
 from data_prep.sources import UnusableSource
 
 FOLDER = pathlib.Path(__file__).parents[3].parent / "shared" / "bad_inputs"
@@ -55,13 +55,12 @@ def prepared(case: dict, root: pathlib.Path) -> DataConfig:
     return DataConfig(dataset=dataset, root=str(root), **options)
 
 
-def outcome(plan: Plan, sidecars: list[dict]) -> tuple[int, Counter, Counter, int]:
-    """(rows, conversions, quarantine by reason, images with the content of another) of all shards."""
+def outcome(plan: Plan, sidecars: list[dict]) -> tuple[int, Counter, Counter]:
+    """(rows, conversions, quarantine by reason) of all shards."""
     records = plan.rejected + plan.quarantine + [record for found in sidecars for record in found["quarantine"]]
     conversions = sum((Counter(found["conversions"]) for found in sidecars), Counter())
-    duplicates = num_duplicates([plan.contents, *(found["contents"] for found in sidecars)])
     reasons = Counter(record["reason"] for record in records)
-    return sum(found["num_rows"] for found in sidecars), conversions, reasons, duplicates
+    return sum(found["num_rows"] for found in sidecars), conversions, reasons
 
 
 @pytest.mark.parametrize("case", CASES or [None], ids=[case["file"] for case in CASES] or ["absent"])
@@ -74,7 +73,7 @@ def test_case_gets_its_action_and_reason(case: dict | None, tmp_path: pathlib.Pa
             make_plan(config, sources.find(config))
         assert error.value.reason == case["reason"]
         return
-    rows, conversions, reasons, duplicates = outcome(*written(config, tmp_path / "set"))
+    rows, conversions, reasons = outcome(*written(config, tmp_path / "set"))
     expect = case.get("expect", {})
     if case["action"] in ("accept", "convert"):
         assert rows >= 1 and not reasons
@@ -88,7 +87,6 @@ def test_case_gets_its_action_and_reason(case: dict | None, tmp_path: pathlib.Pa
         quarantined = {reason: count for reason, count in expect["quarantined"].items() if reason not in LABELS}
         assert rows == expect["accepted"] + sum(expect["quarantined"].values()) - sum(quarantined.values())
         assert reasons == quarantined
-        assert duplicates == expect.get("duplicate_content", duplicates)
     else:
         assert rows == 0 and reasons == {case["reason"]: 1}
 
@@ -129,7 +127,7 @@ def test_strict_jpeg_and_min_side_turn_acceptance_into_quarantine(
 def test_a_tar_that_is_cut_off_can_be_allowed(shared: pathlib.Path, tmp_path: pathlib.Path, written: Callable):
     (case,) = (case for case in CASES if case["file"] == "train_truncated.tar")
     config = dataclasses.replace(prepared(case, tmp_path / "raw"), allow_truncated_archive=True)
-    rows, _, reasons, _ = outcome(*written(config, tmp_path / "set"))
+    rows, _, reasons = outcome(*written(config, tmp_path / "set"))
     assert rows == 1 and not reasons
 
 
