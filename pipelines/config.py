@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # an object that can draw: code that makes pictures must not 
     from pipelines.nodes.pictures import TrainingSamples
 
 NOT_SEMANTIC = {"semantic": False}  # metadata of fields that decide no result: fingerprints leave them out
-UNLESS_DEFAULT = {"semantic": "unless default"}  # of a field whose default is what was done before there was one
 SYSTEMS = (  # the paper's: decoder baseline, SPN, size, depth, and full multidimensional upscaling
     ("baseline",),
     ("baseline", "depth_upscale"),  # over the plain raster order
@@ -239,8 +238,8 @@ class TrainNodeConfig:
     init_from: str | None = field(default=None, metadata=NOT_SEMANTIC)  # its weights are the node's source
     stored_bits: int  # bit depth of the Parquet files that are read
     seed: int
-    valid_seed: int | None = field(default=None, metadata=UNLESS_DEFAULT)  # decides the validation images; None: seed
-    first_given: bool = field(default=False, metadata=UNLESS_DEFAULT)  # the chain takes slice (0, 0) from elsewhere
+    valid_seed: int | None = None  # decides the validation images; None: seed
+    first_given: bool = False  # the chain takes slice (0, 0) from elsewhere
     resources: NodeResources = field(metadata=NOT_SEMANTIC)
     samples: TrainingSamples | None = field(default=None, metadata=NOT_SEMANTIC)
 

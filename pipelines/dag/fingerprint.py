@@ -18,38 +18,10 @@ from typing import Any
 from pipelines.dag.masking import mask_uris
 from pipelines.dag.node import Node
 
-SCHEMA = 2  # a higher number makes every node run again
+SCHEMA = 3  # a higher number makes every node run again
 # Reviewed edits that change no result: hash of a module's code now -> hash under which finished outputs know it. An
 # entry goes when its module is edited in a way that does change results.
-SAME_RESULTS = {
-    "d391f14105d36dfb": "e5aa3d4bd7dd1dfe",  # data_prep.parquet: words of a message
-    "53677154ab3cdd8f": "6df208bfde9aa5ca",  # spn.evaluation: nats of each slice and channel, summed
-    "cb85df3e6e86ab31": "5d4f79ec0ff9dda7",  # pipelines.nodes.train: checksums; restarts and two scores in MLflow
-    "2d15a39b343995a8": "d63665b2f9b8a05b",  # pipelines.nodes.evaluate: each file is read once; scores summed per chunk
-    "17a471735604d645": "bd4f41e5973c566b",  # pipelines.nodes.sample: one worker is this process; pictures for MLflow
-    "c2695a8cdee36f94": "94c868a73223ae08",  # spn.training: a validation may have several scores
-    "2a78cabd14da799a": "c928b87c1524a346",  # pipelines.nodes.trained: raw weights for evaluate; one check fewer
-    "a458ba45294ab503": "ad1b1627035f20a8",  # spn.checkpoint: raw weights; a chain from one folder
-    "f4bb1f5d039fe460": "625b372877b1f617",  # spn.config: checks of ranges in two functions; one more decoder
-    "6b57fc1d18a0c70e": "db08802930bce28e",  # spn.layers: the stack takes the network's settings
-    "be10920822f97b81": "0e21926ad228b746",  # spn.modern: likewise
-    "5d202ee533e519da": "558c675a456a694b",  # spn.model: likewise
-    "738eb9406be39231": "489832872f056ef6",  # spn.sampling: a coder in the draws' place; Jacobi iteration
-    "1f94eeb023ce45f8": "7281b4f3dbfb9830",  # spn.decoding.incremental: whole layers; a coder; a guess
-    "e708e6dcce1b2810": "5c02ae2c2fae45f9",  # spn.gpu.fused: a coder
-    "58fd0935e9cfb1ef": "ab8c07a0e84259d2",  # spn.gpu.kernels: a coder; without one the same machine code
-    "373ef72168f40160": "dcec4495d3ea4ae1",  # spn.gpu.training: what the compiler may keep on the disk
-    "16587eede8b5f570": "6e45b4162318fad7",  # data_prep.build: equal contents are not counted
-    "35a1c360f67de201": "5590489b51ed3b0f",  # data_prep.plan: equal contents are not counted
-    "fcac7e913f267d4f": "b4edcd0be110cfef",  # data_prep.sources.base: a file that a table's row names is not read
-    "9220bb72c332a8f2": "df68eaa7c67a25c2",  # data_prep.sources.hf_parquet: likewise
-    "2c09f4da124518a7": "84d1a9adb2352218",  # pipelines.nodes.images: a dictionary on one line
-}
-# Module now -> name under which finished outputs know it. The package of a module that has become one may hold no code.
-MOVED = {
-    "spn.decoding.incremental": "spn.decoding",
-    "pipelines.nodes.histogram": "spn.histogram",
-}
+SAME_RESULTS: dict[str, str] = {}
 _MAX_CHANGES = 4  # named in an explanation; the rest is counted
 
 
@@ -65,8 +37,7 @@ class Sources:
 def canonical(value: Any, *, where: str = "config") -> Any:
     """Plain JSON value of a config value: dataclasses and mappings as dicts, sequences as lists.
 
-    Without dataclass fields that carry metadata={"semantic": False}, at any depth: resources, paths, logging. Those
-    with "unless default" count where they differ from their default, so that a new one outdates no earlier output.
+    Without dataclass fields that carry metadata={"semantic": False}, at any depth: resources, paths, logging.
     Without logins and tokens of URIs: the config is stored beside outputs, and new credentials change no result.
     Raises ValueError naming the place for values without a meaning outside this process (objects, functions).
     """
@@ -75,8 +46,7 @@ def canonical(value: Any, *, where: str = "config") -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        named = ((f, f.metadata.get("semantic", True), getattr(value, f.name)) for f in dataclasses.fields(value))
-        fields = [f.name for f, counts, now in named if (now != f.default if counts == "unless default" else counts)]
+        fields = [f.name for f in dataclasses.fields(value) if f.metadata.get("semantic", True)]
         return {name: canonical(getattr(value, name), where=f"{where}.{name}") for name in fields}
     if isinstance(value, Mapping):
         return {str(key): canonical(value[key], where=f"{where}.{key}") for key in sorted(value, key=str)}
@@ -129,13 +99,12 @@ def code_hashes(modules: Iterable[str], sources: Sources) -> dict[str, str]:
         package = name if file.name == "__init__.py" else name.rpartition(".")[0]
         hashes[name], imported = _parsed(file.read_text(encoding="utf-8"), package)
         queue += imported
-    return {MOVED.get(name, name): known for name, known in sorted(hashes.items())}
+    return dict(sorted(hashes.items()))
 
 
 def changed(code: Mapping[str, str], root: Path) -> list[str]:
     """Modules of `code` whose source below `root` no longer has the hash that is given there."""
-    now = {known: name for name, known in MOVED.items()}
-    files = {name: _source(now.get(name, name), root=root) for name in code}
+    files = {name: _source(name, root=root) for name in code}
     texts = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file is not None}
     return [name for name, known in code.items() if name not in texts or _parsed(texts[name], "")[0] != known]
 

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from pipelines.dag.fingerprint import (
-    MOVED,
     Sources,
     canonical,
-    changed,
     code_hashes,
     digest,
     explain,
@@ -66,16 +64,6 @@ class Holder:
 def test_fields_that_decide_nothing_are_left_out_at_every_depth() -> None:
     assert canonical([{"x": Holder(Placed("/b", seed=1), 2)}]) == [{"x": {"placed": {"seed": 1}}}]
     assert digest(Holder(Placed())) == digest(Holder(Placed("/b"), 9)) != digest(Holder(Placed(seed=1)))
-
-
-@dataclass(frozen=True)
-class Grown:
-    seed: int = 0
-    later: int | None = field(default=None, metadata={"semantic": "unless default"})
-
-
-def test_a_setting_that_came_later_counts_where_it_is_not_as_before() -> None:
-    assert digest(Grown()) == digest({"seed": 0}) != digest(Grown(later=0))
 
 
 def test_order_of_keys_does_not_matter_and_values_do() -> None:
@@ -172,18 +160,6 @@ def test_a_module_that_decides_nothing_counts_neither_itself_nor_through_its_imp
     package(tmp_path, main="import toy.log, toy.deep", log="import toy.text, toy.deep", text="", deep="")
     assert list(hashes(tmp_path)) == ["toy", "toy.deep", "toy.log", "toy.main", "toy.text"]
     assert list(hashes(tmp_path, not_semantic=("toy.log",))) == ["toy", "toy.deep", "toy.main"]
-
-
-def test_a_module_that_moved_counts_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = hashes(package(tmp_path / "before", main="import toy.part", part="x = 1"))
-    monkeypatch.setitem(MOVED, "toy.part.inside", "toy.part")
-    parts = {"part/__init__": "", "part/inside": "x = 1"}
-    after = package(tmp_path / "after", main="import toy.part.inside", folders=parts)
-    code = hashes(after)
-    assert code.keys() == before.keys() and code["toy.part"] == before["toy.part"]
-    assert changed(code, after) == []
-    (after / "toy/part/inside.py").write_text("x = 2")
-    assert changed(code, after) == ["toy.part"]
 
 
 @pytest.mark.parametrize(
