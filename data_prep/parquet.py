@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -327,16 +326,15 @@ def draws(seed: int, keys: Sequence[str], epochs: Sequence[int], *, purpose: str
 # ---- Parquet files of others ---------------------------------------------------------------------------------------
 #
 # Arrow gives values of an extension type to the class that is registered for its name, and Ray registers one that
-# unpickles them. So a file with such a type anywhere is refused, before Arrow has seen its schema: Arrow keeps types of
-# its own in the footer's entry ARROW:schema, an IPC message in base64.
+# unpickles them. So a file with such a type anywhere is refused, before Arrow has seen its schema, an IPC message in
+# base64 in the footer.
 
 _EXTENSION = b"ARROW:extension:name"
-_RENAMED = b"arrow_extension_name"  # of the same length
 _MAX_FOOTER_BYTES = 1 << 28
 
 
 class UnsafeTable(ValueError):
-    """A Parquet file with an extension type; the message names the file and the column."""
+    """A Parquet file with an extension type; the message names the file."""
 
 
 def open_parquet(stream: pa.NativeFile, *, name: str, page_checksum_verification: bool = False) -> pq.ParquetFile:
@@ -346,10 +344,7 @@ def open_parquet(stream: pa.NativeFile, *, name: str, page_checksum_verification
     """
     footer = _footer(stream)
     if any(pattern in footer for pattern in _in_base64(_EXTENSION)):
-        column = printable(_extension_column(footer) or "?")
-        raise UnsafeTable(
-            f"{printable(name)}: column {column} has an extension type, which may run code; only plain types are read"
-        )
+        raise UnsafeTable(f"{printable(name)}: a column has an extension type, which may run code: make it a plain one")
     return pq.ParquetFile(stream, page_checksum_verification=page_checksum_verification)
 
 
@@ -367,27 +362,3 @@ def _in_base64(text: bytes) -> Iterator[bytes]:
     for before in range(3):
         encoded = base64.b64encode(bytes(before) + text)
         yield encoded[-(-8 * before // 6) : 8 * (before + len(text)) // 6]
-
-
-def _extension_column(footer: bytes) -> str | None:
-    """The path of the first extension column, None where the schema cannot be followed.
-
-    With the entry that names extensions renamed, Arrow's own reader makes plain types of the schema.
-    """
-    for match in re.finditer(rb"ARROW:schema\x18[\x80-\xff]*[\x00-\x7f]([A-Za-z0-9+/]+=*)", footer):
-        try:
-            message = base64.b64decode(match[1] + b"=" * (-len(match[1]) % 4)).replace(_EXTENSION, _RENAMED)
-            path = next(_extension_paths(pa.ipc.read_schema(pa.py_buffer(message)), ""), None)
-        except (ValueError, OSError, pa.ArrowException):
-            continue
-        if path is not None:
-            return path
-    return None
-
-
-def _extension_paths(fields: Iterable[pa.Field], above: str) -> Iterator[str]:
-    for field in fields:
-        if _RENAMED in (field.metadata or {}):
-            yield above + field.name
-        children = [field.type.field(i) for i in range(field.type.num_fields)]
-        yield from _extension_paths(children, f"{above}{field.name}.")

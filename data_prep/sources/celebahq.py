@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +28,6 @@ from data_prep.sources.base import (
     check_series,
     choose_side,
     splits_of,
-    varint,
 )
 
 LAYOUT = """one folder of numbered images (data256x256/00001.jpg, 1024 px PNG or JPEG), with split glow, glow_records,
@@ -94,11 +94,12 @@ def _index_records(listing: Listing, config: DataConfig, matches: dict[str, re.M
 
 def _add_record(found: Index, item: Item, record: bytes, offset: int, side: int) -> None:
     try:
-        integers, strings = features(record)
-        shape, ((begin, size),) = integers["shape"], strings["data"]
+        parts = features(record)
+        shape, (data,) = parts["shape"], parts["data"]
+        begin, size = record.index(data), len(data)
     except (KeyError, ValueError, TypeError) as error:
         raise UnusableSource("corrupt_source_file", f"{item.path}: record at byte {offset}: {error!r}") from None
-    label = next(iter(integers.get("label", ())), None)
+    label = next(iter(parts.get("label", ())), None)
     item = Item(item.key, item.path, size, offset + begin, split=item.split, label=label, layout=HWC)
     if shape != [side, side, 3] or size != side * side * 3:
         found.reject(item, "shape_mismatch", f"its shape is {shape}, its data has {size} bytes")
@@ -132,53 +133,48 @@ def records(stream: pa.NativeFile, *, path: str) -> Iterator[tuple[int, bytes]]:
         at += 16 + length
 
 
-def features(record: bytes) -> tuple[dict[str, list[int]], dict[str, list[tuple[int, int]]]]:
-    """Of each feature its integers, and (offset in the record, size) of its byte strings. Raises ValueError."""
-    integers: dict[str, list[int]] = {}
-    strings: dict[str, list[tuple[int, int]]] = {}
-    for number, begin, end in _fields(record, 0, len(record)):
-        if number != 1:  # Example.features
-            continue
-        for _, entry, entry_end in _fields(record, begin, end):  # Features.feature: a map
-            name, value = "", (0, 0)
-            for part, b, e in _fields(record, entry, entry_end):
-                if part == 1:
-                    name = record[b:e].decode()
-                elif part == 2:
-                    value = b, e
-            for kind, b, e in _fields(record, *value):  # Feature: bytes_list = 1, int64_list = 3
-                if kind == 1:
-                    strings[name] = [(vb, ve - vb) for n, vb, ve in _fields(record, b, e) if n == 1]
-                elif kind == 3:
-                    integers[name] = list(_integers(record, b, e))
-    return integers, strings
+def features(record: bytes) -> dict[str, list[Any]]:
+    """Of each feature its byte strings or integers. Raises ValueError, KeyError."""
+    found: dict[str, list[Any]] = {}
+    for _, entry in _fields(dict(_fields(record))[1]):  # Example.features, a map
+        pair = dict(_fields(entry))
+        for kind, values in _fields(pair[2]):  # Feature: bytes_list = 1, int64_list = 3
+            split = _integers if kind == 3 else lambda value: [value]
+            found[pair[1].decode()] = [each for _, value in _fields(values) for each in split(value)]
+    return found
 
 
-def _integers(record: bytes, begin: int, end: int) -> Iterator[int]:
-    for number, at, value_end in _fields(record, begin, end, bare_numbers=True):
-        while number == 1 and at < value_end:
-            value, at = varint(record, at)
-            yield value - (1 << 64) if value >> 63 else value
-
-
-def _fields(data: bytes, at: int, end: int, *, bare_numbers: bool = False) -> Iterator[tuple[int, int, int]]:
-    """(field number, begin, end of its bytes) of a message; a number's bytes are its varint."""
-    while at < end:
-        tag, at = varint(data, at)
-        wire = tag & 7
-        if wire == 2:
-            size, at = varint(data, at)
-        elif wire == 0:
-            size = varint(data, at)[1] - at
-        elif wire in (1, 5):
-            size = 8 if wire == 1 else 4
+def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """(field number, its bytes) of a message; a number's bytes are its varint."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        if tag & 7 == 2:
+            size, at = _varint(data, at)
         else:
-            raise ValueError(f"field of wire type {wire}")
-        if at + size > end:
+            size = {1: 8, 5: 4}.get(tag & 7) or _varint(data, at)[1] - at
+        if at + size > len(data):
             raise ValueError("a field ends outside of its message")
-        if wire == 2 or bare_numbers:
-            yield tag >> 3, at, at + size
+        yield tag >> 3, data[at : at + size]
         at += size
+
+
+def _integers(data: bytes) -> Iterator[int]:
+    at = 0
+    while at < len(data):
+        value, at = _varint(data, at)
+        yield value - (1 << 64) if value >> 63 else value
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """(a number of at most 64 bits, its end)."""
+    value = shift = 0
+    while at < len(data) and shift < 64:
+        value |= (data[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 128:
+            return value & (1 << 64) - 1, at
+    raise ValueError("a number ends outside of its message")
 
 
 def masked_crc32c(data: bytes) -> int:

@@ -95,8 +95,7 @@ def tensor_metadata(mark: pathlib.Path, image: pa.Array) -> pa.Table:
     return pa.table([image, column], pa.schema([pa.field("image", PLAIN), field]))
 
 
-CASES = {labels: "label", image_bytes: "image.bytes", nested_unread: "notes.", dictionary: "label"}
-CASES |= {tensor_metadata: "unread"}
+CASES = (labels, image_bytes, nested_unread, dictionary, tensor_metadata)
 
 
 def write(path: pathlib.Path, make: Callable[..., pa.Table], mark: pathlib.Path, jpegs: list) -> None:
@@ -123,9 +122,9 @@ def test_the_payload_would_run_without_the_check(mark: pathlib.Path, tmp_path: p
 
 
 @pytest.mark.parametrize("source", ["auto", "hf_parquet"])
-@pytest.mark.parametrize(("make", "column"), CASES.items(), ids=lambda case: getattr(case, "__name__", case))
-def test_extension_types_are_refused_with_file_and_column(
-    make: Callable, column: str, source: str, mark: pathlib.Path, tmp_path: pathlib.Path, jpegs: list
+@pytest.mark.parametrize("make", CASES)
+def test_extension_types_are_refused_with_the_file(
+    make: Callable, source: str, mark: pathlib.Path, tmp_path: pathlib.Path, jpegs: list
 ) -> None:
     write(tmp_path / "raw" / "part.parquet", make, mark, jpegs)
     for look in (sources.identify, sources.find):
@@ -133,16 +132,15 @@ def test_extension_types_are_refused_with_file_and_column(
             look(config(tmp_path / "raw", source=source))
             sources.find(config(tmp_path / "raw", source=source))  # a named source is not opened to identify it
         assert refusal.value.reason == "unsafe_column" and "\n" not in str(refusal.value)
-        assert f"part.parquet: column {column}" in str(refusal.value)
+        assert "part.parquet: a column has an extension type" in str(refusal.value)
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("shift", range(3))
 def test_the_name_of_an_extension_is_found_wherever_base64_puts_it(tmp_path: pathlib.Path, shift: int) -> None:
-    """Also in a schema that nobody can follow; then the column has no name."""
     text = base64.b64encode(b"x" * (30 + shift) + b"ARROW:extension:name" + b"y" * 30).decode()
     pq.write_table(pa.table({"a": [1]}).replace_schema_metadata({"other": text}), tmp_path / "a.parquet")
-    with pytest.raises(UnsafeTable, match=r"a.parquet: column \? has an extension type"):
+    with pytest.raises(UnsafeTable, match="a.parquet: a column has an extension type"):
         with pa.OSFile(str(tmp_path / "a.parquet")) as stream:
             open_parquet(stream, name="a.parquet")
 
@@ -165,8 +163,8 @@ def test_a_data_set_for_training_is_read_only_with_its_own_columns(mark: pathlib
     }
     pq.write_table(QUARANTINE_SCHEMA.empty_table(), tmp_path / QUARANTINE)
     for change, error in (
-        ({"key": objects(mark, 1)}, "column key has an extension type"),
-        ({"unread": objects(mark, 1)}, "column unread has an extension type"),
+        ({"key": objects(mark, 1)}, "a column has an extension type"),
+        ({"unread": objects(mark, 1)}, "a column has an extension type"),
         ({"label": pa.array(["x"])}, "of other types than a shard has"),
     ):
         pq.write_table(pa.table(columns | change), tmp_path / path)
@@ -182,7 +180,7 @@ def test_a_data_set_for_training_is_read_only_with_its_own_columns(mark: pathlib
     )
     (tmp_path / "manifest.json").write_text(manifest.to_json())
     (problem,) = verify(str(tmp_path))
-    assert f"{path}: column key has an extension type" in problem
+    assert f"{path}: a column has an extension type" in problem
     assert not mark.exists()
 
 
@@ -215,7 +213,7 @@ def test_the_command_refuses_it_before_ray_starts(
     monkeypatch.setattr(cluster, "connect", None)  # it would raise TypeError
     write(tmp_path / "raw" / "part.parquet", labels, mark, jpegs)
     assert main(options_of(tmp_path), prog="prepare_data.py", only=("prepare_data",)) == 2
-    assert "unsafe_column: part.parquet: column label" in capsys.readouterr().err
+    assert "unsafe_column: part.parquet: a column" in capsys.readouterr().err
     assert not mark.exists()
 
 
@@ -230,5 +228,5 @@ def test_the_command_refuses_the_file_and_runs_nothing(mark: pathlib.Path, tmp_p
     environment = {**os.environ, "RAY_DATA_AUTOLOAD_PICKLE_OBJECT_SCALAR": "1"}  # a user may have set it
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert "unsafe_column: b.parquet: column label has an extension type" in done.stderr
+    assert "unsafe_column: b.parquet: a column has an extension type" in done.stderr
     assert not mark.exists()
