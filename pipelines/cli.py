@@ -30,6 +30,7 @@ from pipelines.start import check_photos, run_folder, start
 atexit.register(gc.freeze)  # Python would search all that MLflow and Ray made for garbage, for a second
 FULL, UNUSABLE = 1, 2
 INTERRUPTED = 130  # what shells make of SIGINT
+ONE_NODE = ("prepare_data", "evaluate", "sample")  # that a command of its own runs
 CHOICES = {"--only": "only", "--rerun": "rerun", "--keep": "keep", "--from": "start_from"}
 
 
@@ -75,42 +76,39 @@ def run_guarded(command: Callable[[], int], *, resumes: bool = True) -> int:
             return INTERRUPTED
 
 
-def main(
-    argv: Sequence[str] | None = None,
-    *,
-    prog: str = "full_multidim.py",
-    only: Sequence[str] = (),
-    one_stage: bool = False,
-) -> int:
-    """Runs the pipeline, or the nodes in `only` alone, or the training of the stage that --stage names.
-
-    argv: without the program's name; None: the process's own.
-    """
-    names = tuple(only)
-    return run_guarded(lambda: _main(_parser(prog, names, one_stage).parse_intermixed_args(argv), names))
+def main(argv: Sequence[str] | None = None, *, prog: str = "full_multidim.py", about: str = "") -> int:
+    """Runs one of the commands of this folder, which says what it does by `about`. argv: without the program's name;
+    None: the process's own."""
+    command = {"compress.py": _compress, "decompress.py": _decompress}.get(prog, _run)
+    return run_guarded(lambda: command(_parser(prog, about).parse_intermixed_args(argv)), resumes=command is _run)
 
 
-def _parser(prog: str, only: tuple[str, ...], one_stage: bool) -> Parser:
-    what = "one stage's training" if one_stage else f"the node {only[0]}" if only else "the whole pipeline"
-    parser = Parser(prog=prog, description=f"Runs {what}; what is up to date is skipped.")
+def _parser(prog: str, about: str) -> Parser:
+    parser = Parser(prog=prog, description=about.partition("\n")[0])
+    if prog == "decompress.py":
+        parser.add_argument("file", metavar="FILE", help="path or URI")
     add_config_arguments(parser)
+    if prog == "compress.py":
+        parser.add_argument("--no-check", action="store_true", help="do not decode what was written")
+    if prog in ("compress.py", "decompress.py"):
+        return parser
     looks = parser.add_mutually_exclusive_group()
     looks.add_argument("--dry-run", action="store_true", help="print the config and the plan, run nothing")
     choose = {"--rerun": "run again even if up to date", "--keep": "keep the present output, whatever changed"}
-    if one_stage:
+    if prog == "train_stage.py":
         parser.add_argument("--stage", required=True, help="one of the config's stages, e.g. size_upscale")
-    elif not only:
+    elif prog == "full_multidim.py":
         choose |= {"--only": "run these nodes only", "--from": "run again, with all nodes downstream"}
         looks.add_argument("--status", action="store_true", help="print the state of every node, run nothing")
         looks.add_argument("--gc", action="store_true", help="list attempts that are no longer needed, run nothing")
         parser.add_argument("--yes", action="store_true", help="with --gc: delete them")
         text = "copy the trained networks to a new folder, with a model card for the Hugging Face Hub; run nothing"
         looks.add_argument("--export", metavar="FOLDER", help=text)
-    elif only == ("prepare_data",):
+    elif prog == "prepare_data.py":
         looks.add_argument("--list-sources", action="store_true", help="print the layouts of raw images, run nothing")
         text = "check every file, count and pixel of a finished dataset: the config's, or the one at URI"
         looks.add_argument("--verify", nargs="?", const="", metavar="URI", help=text)
-    elif only == ("evaluate",):
+    elif prog == "evaluate.py":
         text = "print how two runs differ, image by image: RUN and the config's, or RUN and RUN; run nothing"
         looks.add_argument("--compare", action="append", metavar="RUN", help=text)
     for option, text in choose.items():
@@ -118,8 +116,9 @@ def _parser(prog: str, only: tuple[str, ...], one_stage: bool) -> Parser:
     return parser
 
 
-def _main(arguments: argparse.Namespace, only: tuple[str, ...]) -> int:
-    given = vars(arguments)
+def _run(arguments: argparse.Namespace) -> int:
+    given, node = vars(arguments), arguments.command.removesuffix(".py")
+    only = (node,) if node in ONE_NODE else ()
     chosen = {key: _names(option, given[key]) for option, key in CHOICES.items() if key in given}
     if given.get("yes") and not arguments.gc:
         raise UserError("--yes belongs to --gc, which deletes what is no longer needed")
@@ -149,7 +148,7 @@ def _load(arguments: argparse.Namespace) -> ExperimentConfig:
     return config
 
 
-def compress(arguments: argparse.Namespace) -> int:
+def _compress(arguments: argparse.Namespace) -> int:
     target, split = _output(arguments, "FILE"), "split=test"
     is_split = split in arguments.overrides
     arguments.overrides = [word for word in arguments.overrides if word != split]
@@ -161,7 +160,7 @@ def compress(arguments: argparse.Namespace) -> int:
     return compression.compress(config, target, check=not arguments.no_check)
 
 
-def decompress(arguments: argparse.Namespace) -> int:
+def _decompress(arguments: argparse.Namespace) -> int:
     target, config = _output(arguments, "FOLDER"), load(arguments.config, arguments.overrides)
     from pipelines import compression  # torch
 

@@ -5,19 +5,10 @@ python pipelines/compress.py [--config NAME|FILE] split=test out=FILE [--no-chec
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    from pipelines import cli
-
-    parser = cli.Parser(prog="compress.py", description="Codes images without loss by a trained chain.")
-    cli.add_config_arguments(parser)
-    parser.add_argument("--no-check", action="store_true", help="do not decode what was written")
-    return cli.run_guarded(lambda: cli.compress(parser.parse_intermixed_args(argv)), resumes=False)
-
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the project instead of this folder
-    sys.exit(main())
+    from pipelines import cli
+
+    sys.exit(cli.main(prog=Path(__file__).name, about=__doc__))

@@ -5,6 +5,7 @@ The path to the toys is in the environment before any test starts Ray: its worke
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -22,13 +23,15 @@ os.environ.pop("MLFLOW_TRACKING_URI", None)
 sys.path.append(str(TOYS))
 
 from data_prep.files import Store, open_store  # noqa: E402
+from pipelines import cli, describe  # noqa: E402
 
 
 @pytest.fixture
 def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """command(main, *arguments) -> (exit code, stdout, stderr), on the debug config with its storage in tmp_path."""
+    """command(script, *arguments) -> (exit code, stdout, stderr), on the debug config with its storage in tmp_path."""
 
-    def call(main: Callable[[list[str]], int], *arguments: str) -> tuple[int, str, str]:
+    def call(script: str, *arguments: str) -> tuple[int, str, str]:
+        main = describe.main if script == "describe.py" else functools.partial(cli.main, prog=script)
         code = main(["--config", "debug", f"storage={tmp_path / 'runs'}", *arguments])
         return code, *capsys.readouterr()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import full_multidim, prepare_data
+from pipelines import cli
 from pipelines.config import stage_model_config, stage_names
 from pipelines.inspection import CARD
 from pipelines.loading import load
@@ -23,8 +23,8 @@ def test_configuration_for_own_photos(tmp_path: Path, monkeypatch: pytest.Monkey
     assert config.data.root is None and config.data.image_size % config.scaling_factor == 0
     (tmp_path / "photo.jpg").write_bytes(b"")
     arguments = ["--config", str(ROOT / "docs/own_data.yaml"), f"data.root={tmp_path}", f"storage={tmp_path / 'runs'}"]
-    assert full_multidim.main([*arguments, "--dry-run"]) == 0
-    assert prepare_data.main([*arguments, "--verify"]) == 2  # nothing is built
+    assert cli.main([*arguments, "--dry-run"]) == 0
+    assert cli.main([*arguments, "--verify"], prog="prepare_data.py") == 2  # nothing is built
 
 
 def test_overrides_of_the_recipe_page() -> None:

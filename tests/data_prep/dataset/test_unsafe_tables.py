@@ -212,7 +212,7 @@ def test_the_command_refuses_it_before_ray_starts(
     monkeypatch.setenv("RAY_DATA_AUTOLOAD_PICKLE_OBJECT_SCALAR", "1")  # a user may have set it
     monkeypatch.setattr(cluster, "connect", None)  # it would raise TypeError
     write(tmp_path / "raw" / "part.parquet", labels, mark, jpegs)
-    assert main(options_of(tmp_path), prog="prepare_data.py", only=("prepare_data",)) == 2
+    assert main(options_of(tmp_path), prog="prepare_data.py") == 2
     assert "unsafe_column: part.parquet: a column" in capsys.readouterr().err
     assert not mark.exists()
 

@@ -29,7 +29,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 from toy import training
 
-from pipelines import full_multidim
+from pipelines import cli
 
 ROOT = Path(__file__).parents[3]
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -223,7 +223,7 @@ def test_a_stopped_job_leaves_a_run_folder_that_can_be_resumed(
     newest = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])
     assert [run.info.status for run in newest if run.info.status != "FINISHED"] == ["KILLED", "KILLED"]
     (attempt,) = training.attempts(storage)
-    assert full_multidim.main([*options, "--dry-run"]) == 0
+    assert cli.main([*options, "--dry-run"]) == 0
     assert f"attempt {attempt.name} was interrupted; continues it" in capsys.readouterr().out
 
 

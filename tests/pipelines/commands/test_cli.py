@@ -22,18 +22,7 @@ from toy.diamond import seal
 
 from data_prep.files import UserError, open_store
 from data_prep.lock import Lock
-from pipelines import (
-    cli,
-    cluster,
-    describe,
-    evaluate,
-    full_multidim,
-    pipeline,
-    prepare_data,
-    sample,
-    start,
-    train_stage,
-)
+from pipelines import cli, cluster, pipeline, start
 from pipelines.config import node_names, stage_names
 from pipelines.dag.plan import plan
 from pipelines.dag.run import NodeReport, RunReport
@@ -101,7 +90,7 @@ REFUSED = {
 def test_refused_in_one_line_before_anything_is_printed_or_written(
     arguments: tuple[str, ...], message: str | None, command: Command, tmp_path: Path
 ) -> None:
-    code, out, err = command(full_multidim.main, *arguments)
+    code, out, err = command("full_multidim.py", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("error: ") and (message is None or err == f"error: {message}\n")
     assert list(tmp_path.iterdir()) == []
@@ -113,14 +102,14 @@ def test_names_of_nodes_are_those_of_the_wiring(command: Command) -> None:
 
 
 def test_an_unknown_node_is_told_even_where_the_data_is_missing(command: Command) -> None:
-    code, _, err = command(full_multidim.main, "data.root=/nowhere/at/all", "--rerun", "train_baseline")
+    code, _, err = command("full_multidim.py", "data.root=/nowhere/at/all", "--rerun", "train_baseline")
     assert code == 2 and "train_baseline: this configuration has no such node" in err
 
 
 def test_data_without_images_is_refused_by_its_place(command: Command, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for folder in ("missing", "empty"):
-        code, _, err = command(full_multidim.main, f"data.root={tmp_path / folder}")
+        code, _, err = command("full_multidim.py", f"data.root={tmp_path / folder}")
         assert code == 2 and str(tmp_path / folder) in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"]
 
@@ -131,7 +120,7 @@ def test_what_runs_no_node_takes_no_options_of_nodes(look: str, command: Command
         "--dry-run": f"argument {look}: not allowed with argument --dry-run (see prepare_data.py --help)",
         "--rerun=prepare_data": f"--rerun prepare_data excludes {look}: leave one out",
     }.items():
-        code, out, err = command(prepare_data.main, option, look)
+        code, out, err = command("prepare_data.py", option, look)
         assert (code, out, err) == (2, "", f"error: {message}\n")
 
 
@@ -139,21 +128,21 @@ def test_an_override_without_effect_is_told(command: Command, handed_on: dict[st
     file = tmp_path / "a.png"
     Image.new("RGB", (16, 16)).save(file)
     overrides, given = ("sample.num_images=3", "train.num_steps=7"), (f"images={file}", "sample.use=depth_upscale")
-    for main, more, idle in (
-        (full_multidim.main, (), ""),
-        (evaluate.main, (), "sample.num_images has no effect on what evaluate.py does"),
-        (prepare_data.main, (), "sample.num_images, train.num_steps have no effect on what prepare_data.py does"),
-        (describe.main, (), "storage, sample.num_images have no effect on what describe.py does"),
-        (sample.main, (*given, "sample.num_draws=2"), "sample.num_images has no effect on what sample.py does"),
+    for script, more, idle in (
+        ("full_multidim.py", (), ""),
+        ("evaluate.py", (), "sample.num_images has no effect on what evaluate.py does"),
+        ("prepare_data.py", (), "sample.num_images, train.num_steps have no effect on what prepare_data.py does"),
+        ("describe.py", (), "storage, sample.num_images have no effect on what describe.py does"),
+        ("sample.py", (*given, "sample.num_draws=2"), "sample.num_images has no effect on what sample.py does"),
     ):
-        code, _, err = command(main, *overrides, *more)
+        code, _, err = command(script, *overrides, *more)
         assert (code, err) == (0, f"note: {idle}\n" if idle else "")
     assert handed_on["config"].sample.num_images == 3
 
 
 def test_verifying_a_named_data_set_says_what_it_does_not_read(command: Command, tmp_path: Path) -> None:
     uri = str(tmp_path / "set")
-    code, out, err = command(prepare_data.main, "--verify", uri, "seed=3")
+    code, out, err = command("prepare_data.py", "--verify", uri, "seed=3")
     assert (code, out) == (2, "")
     why = f"has no effect: --verify {uri} looks at that dataset alone"
     *notes, error = err.splitlines()
@@ -162,17 +151,17 @@ def test_verifying_a_named_data_set_says_what_it_does_not_read(command: Command,
 
 
 def test_stage_that_the_config_has_not(command: Command) -> None:
-    code, _, err = command(train_stage.main, "--stage", "size_upscal")
+    code, _, err = command("train_stage.py", "--stage", "size_upscal")
     assert code == 2
     assert err == ("error: --stage size_upscal: config debug has no such stage; nearest: size_upscale\n")
-    assert command(train_stage.main)[2].startswith("error: the following arguments are required: --stage")
+    assert command("train_stage.py")[2].startswith("error: the following arguments are required: --stage")
 
 
 def test_run_folder_of_another_config(command: Command, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "debug"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("name: other\n")
-    code, _, err = command(full_multidim.main)
+    code, _, err = command("full_multidim.py")
     assert code == 2
     assert err == f"error: {folder} is the run folder of config 'other', not of 'debug'; choose another storage\n"
     assert [path.name for path in folder.iterdir()] == ["config.yaml"]
@@ -186,14 +175,14 @@ def test_forgotten_overrides_never_bring_other_photos_into_a_run_folder(
     shutil.copytree(ROOT / "data_prep/demo_photos", photos)
     file.parent.mkdir(parents=True)
     file.write_text(f"name: debug\ndata: {{root: {photos}}}\n")
-    code, out, err = command(full_multidim.main, look)
+    code, out, err = command("full_multidim.py", look)
     assert (code, out) == (2, "")
     assert err == (
         f"error: {file.parent} was made from data.root={photos}, this command has data.root=None: add --config {file} "
         "to go on with those photos, or data.root=... to say that you mean others\n"
     )
     for meant in (str(photos), "null"):
-        assert command(full_multidim.main, look, f"data.root={meant}")[0] == 0
+        assert command("full_multidim.py", look, f"data.root={meant}")[0] == 0
 
 
 def test_photos_that_are_gone_are_not_missed_once_the_dataset_is_built(command: Command, tmp_path: Path) -> None:
@@ -203,12 +192,12 @@ def test_photos_that_are_gone_are_not_missed_once_the_dataset_is_built(command: 
     seal(plan(pipeline.nodes(config), store, sources=pipeline.SOURCES))
     store.write_text("config.yaml", to_yaml(config))
     shutil.rmtree(photos)
-    code, out, _ = command(sample.main, f"data.root={photos}", "--dry-run")
+    code, out, _ = command("sample.py", f"data.root={photos}", "--dry-run")
     assert code == 0 and re.search(
         r"\nprepare_data .* not selected; up to date: .*; data.root is .* no such folder", out
     )
     assert re.search(r"\nsample +skip +up to date", out)
-    code, _, err = command(full_multidim.main, f"data.root={tmp_path / 'others'}", "--dry-run")
+    code, _, err = command("full_multidim.py", f"data.root={tmp_path / 'others'}", "--dry-run")
     assert code == 2 and err.startswith(f"error: data.root is '{tmp_path / 'others'}'; there is no such folder\n")
 
 
@@ -218,26 +207,26 @@ def test_a_run_folder_in_use_is_refused_before_ray_starts(
     monkeypatch.setattr(cluster, "connect", lambda **_: pytest.fail("Ray was started"))
     folder = tmp_path / "runs" / "debug"
     with Lock(open_store(folder)):
-        code, out, err = command(full_multidim.main)
+        code, out, err = command("full_multidim.py")
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert err.startswith(f"error: {folder} is in use by process {os.getpid()} on ")
-        code, out, _ = command(full_multidim.main, "--dry-run")
+        code, out, _ = command("full_multidim.py", "--dry-run")
         assert code == 0 and f"\nin use by process {os.getpid()} on " in out
-    assert "in use" not in command(full_multidim.main, "--dry-run")[1]
+    assert "in use" not in command("full_multidim.py", "--dry-run")[1]
 
 
 @pytest.mark.parametrize("arguments", [(), ("--dry-run",), ("--status",), ("--gc",)], ids=str)
 def test_run_folder_that_cannot_be_read(arguments: tuple[str, ...], command: Command, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "debug"
     (folder / "run.lock").mkdir(parents=True)
-    code, out, err = command(full_multidim.main, *arguments)
+    code, out, err = command("full_multidim.py", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"error: cannot read the run folder {folder}: ") and "run.lock" in err
 
 
 def test_data_set_id_of_another_source(command: Command) -> None:
     for looks in ([], ["--status"]):
-        code, out, err = command(full_multidim.main, "data.dataset=imagenet_oord", *looks)
+        code, out, err = command("full_multidim.py", "data.dataset=imagenet_oord", *looks)
         assert (code, out) == (2, "")
         assert err == (
             "error: data.dataset is 'imagenet_oord'; source folder holds other pixels: name it otherwise, or set "
@@ -253,7 +242,7 @@ def small_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_workers_than_the_cluster_has(command: Command, tmp_path: Path, small_cluster: None) -> None:
-    code, _, err = command(full_multidim.main, "resources.num_workers=8")
+    code, _, err = command("full_multidim.py", "resources.num_workers=8")
     assert code == 2
     assert err == ("error: train_first_slice needs 4.25 CPU, the cluster has 4 CPU; ask for fewer or smaller workers\n")
     assert list(tmp_path.iterdir()) == []
@@ -266,7 +255,7 @@ def test_a_cluster_that_may_grow_is_waited_for(command: Command, monkeypatch: py
     monkeypatch.setattr(start, "_ledger", lambda *_: Ledger())
     monkeypatch.setattr(start, "_run", lambda plan, *_: RunReport({}))
     monkeypatch.setattr(start, "_sum_up", lambda *_, **__: 0)
-    code, out, err = command(full_multidim.main, "resources.num_workers=8")
+    code, out, err = command("full_multidim.py", "resources.num_workers=8")
     assert (code, err) == (0, "")
     assert "\nnote: train_first_slice needs 4.25 CPU, the cluster has 4 CPU now; it waits until there is more\n" in out
     assert "\ntrain_first_slice    run   because prepare_data runs" in out
@@ -274,7 +263,7 @@ def test_a_cluster_that_may_grow_is_waited_for(command: Command, monkeypatch: py
 
 def test_storage_that_cannot_be_written(command: Command, tmp_path: Path, small_cluster: None) -> None:
     (tmp_path / "runs").write_text("a file where the folder should be")
-    code, _, err = command(full_multidim.main)
+    code, _, err = command("full_multidim.py")
     assert code == 2 and err.count("\n") == 1 and str(tmp_path / "runs") in err
 
 
@@ -289,21 +278,21 @@ def test_a_full_disk_at_the_start_is_one_line_with_the_path(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # of itself it names no path
 
     monkeypatch.setattr(write, full)
-    code, _, err = command(full_multidim.main)
+    code, _, err = command("full_multidim.py")
     folder = tmp_path / "runs" / "debug"
     assert (code, err) == (1, f"error: no space left on {folder}; the same command resumes once there is room\n")
     assert not (folder / "config.yaml").exists()
 
 
 def test_demo_is_the_default(handed_on: dict[str, Any]) -> None:
-    assert full_multidim.main([]) == 0
+    assert cli.main([]) == 0
     assert handed_on["config"].name == "demo"
     assert (handed_on["only"], handed_on["rerun"], handed_on["keep"], handed_on["dry_run"]) == ((), (), (), False)
 
 
 def test_options_and_overrides_in_any_order(handed_on: dict[str, Any]) -> None:
     arguments = "seed=3 --only sample,report --rerun sample train.num_steps=7 --only evaluate --keep=report --dry-run"
-    assert full_multidim.main(["--config", "debug", *arguments.split(), "bits=[1,3,8]"]) == 0
+    assert cli.main(["--config", "debug", *arguments.split(), "bits=[1,3,8]"]) == 0
     config = handed_on.pop("config")
     assert (config.seed, config.train.num_steps, config.bits) == (3, 7, [1, 3, 8])
     assert handed_on == {
@@ -318,16 +307,16 @@ def test_options_and_overrides_in_any_order(handed_on: dict[str, Any]) -> None:
 
 
 def test_entry_points_of_single_nodes(handed_on: dict[str, Any]) -> None:
-    for module, node in ((prepare_data, "prepare_data"), (evaluate, "evaluate"), (sample, "sample")):
-        assert module.main(["--config", "debug", "--rerun", node]) == 0
+    for node in ("prepare_data", "evaluate", "sample"):
+        assert cli.main(["--config", "debug", "--rerun", node], prog=f"{node}.py") == 0
         assert (handed_on["only"], handed_on["rerun"]) == ((node,), (node,))
     for stage in ("size_upscale", "depth_upscale_3"):
-        assert train_stage.main(["--config", "debug", "bits=[1,3,8]", "--stage", stage]) == 0
+        assert cli.main(["--config", "debug", "bits=[1,3,8]", "--stage", stage], prog="train_stage.py") == 0
         assert handed_on["only"] == (f"train_{stage}",)
 
 
 def test_dry_run_prints_config_and_plan_and_writes_nothing(command: Command, tmp_path: Path) -> None:
-    code, out, err = command(full_multidim.main, "--dry-run", "train.num_steps=77")
+    code, out, err = command("full_multidim.py", "--dry-run", "train.num_steps=77")
     assert (code, err, list(tmp_path.iterdir())) == (0, "", [])
     assert out.count("num_steps: 77") == 1 and out.count("\nname: debug") + out.startswith("name: debug") == 1
     plan_lines = out.strip().splitlines()[-len(NODES) :]
@@ -335,23 +324,23 @@ def test_dry_run_prints_config_and_plan_and_writes_nothing(command: Command, tmp
 
 
 def test_from_is_handed_on(handed_on: dict[str, Any]) -> None:
-    assert full_multidim.main(["--config", "debug", "--from", "evaluate,sample", "--from", "report"]) == 0
+    assert cli.main(["--config", "debug", "--from", "evaluate,sample", "--from", "report"]) == 0
     assert handed_on["start_from"] == ("evaluate", "sample", "report")
 
 
 def test_status_and_garbage_of_a_run_folder_that_is_not_there(command: Command, tmp_path: Path) -> None:
-    code, out, err = command(full_multidim.main, "--status")
+    code, out, err = command("full_multidim.py", "--status")
     assert (code, err) == (0, "")
     rows = [line.split() for line in out.splitlines()[-len(NODES) :]]
     assert [row[:6] for row in rows] == [[name, "not", "made", "-", "-", "-"] for name in NODES]
     for arguments in (["--gc"], ["--gc", "--yes"]):
-        code, out, err = command(full_multidim.main, *arguments)
+        code, out, err = command("full_multidim.py", *arguments)
         assert (code, err) == (0, "") and "0 attempts, 0 bytes" in out
     assert list(tmp_path.iterdir()) == []
 
 
 def test_status_needs_neither_ray_nor_mlflow(tmp_path: Path) -> None:
-    code = "import sys, pipelines.full_multidim as m; "
+    code = "import sys, pipelines.cli as m; "
     code += f"m.main(['--config', 'debug', '--status', 'storage={tmp_path}'])"
     code += "; print([name for name in ('ray', 'mlflow', 'torch') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -359,7 +348,7 @@ def test_status_needs_neither_ray_nor_mlflow(tmp_path: Path) -> None:
 
 
 def test_a_mistake_is_answered_before_heavy_packages_are_imported() -> None:
-    code = "import sys, pipelines.full_multidim as m; m.main(['--config', 'debug', 'train.num_step=3'])"
+    code = "import sys, pipelines.cli as m; m.main(['--config', 'debug', 'train.num_step=3'])"
     code += "; print([name for name in ('ray', 'mlflow', 'torch') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n" and "unknown key train.num_step" in done.stderr
@@ -404,7 +393,7 @@ def test_an_interrupt_is_no_traceback(
         raise KeyboardInterrupt(*why)
 
     monkeypatch.setattr(cli, "start", interrupt)
-    assert full_multidim.main(["--config", "debug"]) == 130
+    assert cli.main(["--config", "debug"]) == 130
     expected = f"{': '.join(['interrupted', *why])}; the same command resumes from here\n"
     assert capsys.readouterr().err == expected
 
@@ -447,9 +436,9 @@ def test_a_bug_keeps_its_traceback() -> None:
 def test_sources_are_listed_without_a_config(command: Command, handed_on: dict[str, Any]) -> None:
     from data_prep.config import SOURCES
 
-    code, out, err = command(prepare_data.main, "--list-sources")
+    code, out, err = command("prepare_data.py", "--list-sources")
     assert (code, err, handed_on) == (0, "", {})
     for name in SOURCES:
         assert f"data.source={name}" in out
     assert out.count("expected:") == len(SOURCES) - 1  # auto has no layout of its own
-    assert command(full_multidim.main, "--list-sources")[0] == 2
+    assert command("full_multidim.py", "--list-sources")[0] == 2

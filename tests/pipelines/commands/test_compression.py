@@ -22,7 +22,7 @@ from toy.diamond import seal
 
 from data_prep.files import UserError, open_store
 from data_prep.parquet import Manifest, ShardWriter, schema
-from pipelines import compress, compression, decompress, pipeline
+from pipelines import cli, compression, pipeline
 from pipelines.compression import MAGIC, Header, pack, unpack
 from pipelines.config import stage_model_config, stage_names, train_node
 from pipelines.dag.plan import plan
@@ -81,8 +81,8 @@ def storage(tmp_path_factory: pytest.TempPathFactory, finish) -> Path:
 
 @pytest.fixture
 def call(storage: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def run(module: Any, *arguments: object, where: Path = storage) -> tuple[int, str, str]:
-        code = module.main([*map(str, arguments), "--config", "debug", *DEBUG, f"storage={where}"])
+    def run(script: str, *arguments: object, where: Path = storage) -> tuple[int, str, str]:
+        code = cli.main([*map(str, arguments), "--config", "debug", *DEBUG, f"storage={where}"], prog=script)
         return code, *capsys.readouterr()
 
     return run
@@ -92,7 +92,8 @@ def call(storage: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tup
 def coded(storage: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A file of the three test images, in batches of two."""
     file = tmp_path_factory.mktemp("coded") / "test.spnc"
-    assert compress.main(["split=test", f"out={file}", "--config", "debug", *DEBUG, f"storage={storage}"]) == 0
+    arguments = ["split=test", f"out={file}", "--config", "debug", *DEBUG, f"storage={storage}"]
+    assert cli.main(arguments, prog="compress.py") == 0
     return file.read_bytes()
 
 
@@ -105,7 +106,7 @@ def pictures(folder: Path) -> dict[str, np.ndarray]:
 
 def test_the_test_split_comes_back_under_its_names(call, coded: bytes, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(coded)
-    code, out, err = call(decompress, tmp_path / "file", f"out={tmp_path / 'out'}")
+    code, out, err = call("decompress.py", tmp_path / "file", f"out={tmp_path / 'out'}")
     assert (code, err) == (0, "") and out.endswith(f"3 of 3 images are in {tmp_path / 'out'}\n")
     found = pictures(tmp_path / "out")
     assert found.keys() == {"b#0.png", "c/d.jpg.png", "e.png"}
@@ -129,13 +130,13 @@ def test_user_images_come_back_at_the_size_of_their_likelihood(system: str, call
     for number, image in enumerate(images):
         Image.fromarray(image).save(folder / f"{number}.png")
     where, file = tmp_path / "runs", tmp_path / "file"
-    code, out, err = call(compress, f"images={tmp_path / 'photos'}", f"out={file}", *overrides, where=where)
+    code, out, err = call("compress.py", f"images={tmp_path / 'photos'}", f"out={file}", *overrides, where=where)
     assert (code, err) == (0, "") and "3 images in" in out and "decoded again bit for bit" in out
-    assert call(decompress, file, f"out={tmp_path / 'out'}", *own, where=where)[0] == 0
+    assert call("decompress.py", file, f"out={tmp_path / 'out'}", *own, where=where)[0] == 0
     found = pictures(tmp_path / "out")
     assert all(np.array_equal(found[f"deep/{n}.png"], image) for n, image in enumerate(images)) and len(found) == 3
     if system == "few bits":
-        code, _, err = call(compress, f"images={tmp_path / 'photos'}", f"out={tmp_path}/new", *own, where=where)
+        code, _, err = call("compress.py", f"images={tmp_path / 'photos'}", f"out={tmp_path}/new", *own, where=where)
         assert code == 2 and "image_bits is None; this chain codes 3 bits: image_bits=3" in err
     else:
         nats = sum(chain_nats(models, torch.from_numpy(images).permute(0, 3, 1, 2).long()).values())
@@ -154,9 +155,9 @@ def test_a_file_is_checked_before_it_is_done(call, tmp_path: Path, monkeypatch: 
         return (image ^ 1 for image in right(*arguments, **options))
 
     monkeypatch.setattr(compression.coding, "decode", wrong)
-    code, _, err = call(compress, "split=test", f"out={tmp_path / 'file'}")
+    code, _, err = call("compress.py", "split=test", f"out={tmp_path / 'file'}")
     assert code == 2 and "do not come back" in err and not (tmp_path / "file").exists()
-    code, out, _ = call(compress, "split=test", f"out={tmp_path / 'file'}", "--no-check")
+    code, out, _ = call("compress.py", "split=test", f"out={tmp_path / 'file'}", "--no-check")
     assert code == 0 and "not checked" in out and (tmp_path / "file").exists()
 
 
@@ -178,7 +179,7 @@ def test_what_is_whole_of_a_damaged_file_is_decoded_and_the_rest_named(call, cod
         ("half", coded[: first + 6], ["b#0.png", "c/d.jpg.png", "e.png"]),
     ):
         (tmp_path / name).write_bytes(data)
-        code, out, err = call(decompress, tmp_path / name, f"out={tmp_path / 'of'}-{name}")
+        code, out, err = call("decompress.py", tmp_path / name, f"out={tmp_path / 'of'}-{name}")
         assert err.startswith(f"error: {tmp_path / name} is damaged, or was coded by other code (git commit ")
         assert err.count("\n") == 1 and f"\n{3 - len(lost)} of 3 images are in " in out
         found = pictures(tmp_path / f"of-{name}")
@@ -236,7 +237,7 @@ def test_another_machine_is_refused(call, coded: bytes, tmp_path: Path, monkeypa
     header, streams = unpack(coded, name="")
     theirs = {**header.numerics, "device": "cuda", "card": "NVIDIA H200", "triton": "3.4"}
     (tmp_path / "file").write_bytes(pack(Header(**{**vars(header), "numerics": theirs}), streams))
-    code, _, err = call(decompress, tmp_path / "file", f"out={tmp_path / 'out'}")
+    code, _, err = call("decompress.py", tmp_path / "file", f"out={tmp_path / 'out'}")
     assert code == 2 and not (tmp_path / "out").exists() and err.count("\n") == 1
     assert "only with what coded it: device cuda (here cpu), card NVIDIA H200 (here " in err
     assert err.endswith("triton 3.4 (here None)\n")
@@ -245,7 +246,7 @@ def test_another_machine_is_refused(call, coded: bytes, tmp_path: Path, monkeypa
 def test_another_network_is_refused(call, finish, coded: bytes, tmp_path: Path) -> None:
     finish(tmp_path / "runs", seed=1)
     (tmp_path / "file").write_bytes(coded)
-    code, _, err = call(decompress, tmp_path / "file", f"out={tmp_path / 'out'}", where=tmp_path / "runs")
+    code, _, err = call("decompress.py", tmp_path / "file", f"out={tmp_path / 'out'}", where=tmp_path / "runs")
     assert code == 2 and not (tmp_path / "out").exists()
     expected = "was coded by other networks than {} has: first_slice, size_upscale, depth_upscale\n"
     assert err.endswith(expected.format(tmp_path / "runs/debug"))
@@ -255,8 +256,8 @@ def test_a_network_that_is_outdated_still_decodes(call, finish, storage: Path, c
     """Whatever the config says now, what it was trained with is in the run folder."""
     (tmp_path / "file").write_bytes(coded)
     arguments = (tmp_path / "file", f"out={tmp_path / 'out'}", "train.learning_rate=1e-4", "seed=7")
-    assert call(decompress, *arguments)[0] == 0
-    code, _, err = call(compress, "split=test", f"out={tmp_path / 'new'}", "train.learning_rate=1e-4")
+    assert call("decompress.py", *arguments)[0] == 0
+    code, _, err = call("compress.py", "split=test", f"out={tmp_path / 'new'}", "train.learning_rate=1e-4")
     assert code == 2 and "sample: its input train_first_slice has no finished output for this configuration" in err
 
 
@@ -277,7 +278,7 @@ def test_mistakes_are_answered_in_one_line(case: str, call, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     Path("HERE").touch()
     Image.new("RGB", (5, 5)).save("5.png")
-    code, _, err = call(compress, *arguments)
+    code, _, err = call("compress.py", *arguments)
     assert code == 2 and message in err and err.count("\n") == 1 and not Path("NEW").exists()
 
 
@@ -290,5 +291,5 @@ def test_mistakes_of_decoding_are_answered_in_one_line(call, coded: bytes, tmp_p
         ("file", "a.png", "exists; remove it"),
         ("file", "a.png/out", "cannot write to"),
     ):
-        code, _, err = call(decompress, tmp_path / file, f"out={tmp_path / out}")
+        code, _, err = call("decompress.py", tmp_path / file, f"out={tmp_path / out}")
         assert code == 2 and message in err and err.count("\n") == 1, err

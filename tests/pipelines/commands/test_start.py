@@ -13,7 +13,7 @@ from pyarrow._fs import _MockFileSystem
 from toy.nodes import Toy
 
 from data_prep.files import Store, UserError, open_store
-from pipelines import cluster, full_multidim, pipeline
+from pipelines import cluster, pipeline
 from pipelines.dag.fingerprint import Sources
 from pipelines.dag.node import Node
 from pipelines.start import check_run_folder
@@ -39,7 +39,7 @@ def test_exit_codes_of_a_start(
     monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo("embedded", {"CPU": 2.0}))
     monkeypatch.setattr(cluster, "disconnect", lambda: None)
 
-    code, out, _ = command(full_multidim.main)
+    code, out, _ = command("full_multidim.py")
     assert code == 1
     assert "second failed: RuntimeError: broken on purpose" in out and "third was not started" in out
     log = next(line.split("its log: ")[1] for line in out.splitlines() if "its log: " in line)
@@ -49,21 +49,21 @@ def test_exit_codes_of_a_start(
     assert not (folder / "run.lock").exists()
 
     broken.unlink()
-    code, out, _ = command(full_multidim.main)
+    code, out, _ = command("full_multidim.py")
     assert code == 0
     assert out.count("curves       http://127.0.0.1:5000/#/experiments/1/runs?") == 2, "at the start and at the end"
     assert "first   skip  up to date" in out and f"mlflow ui --backend-store-uri sqlite:///{folder}/mlflow.db" in out
 
-    code, out, _ = command(full_multidim.main, "--only", "third", "--rerun", "third")
+    code, out, _ = command("full_multidim.py", "--only", "third", "--rerun", "third")
     assert code == 0 and "third executed: " in out and "first executed" not in out
 
     with monkeypatch.context() as patched:
         patched.setattr(cluster, "connect", lambda **_: pytest.fail("Ray was started, and nothing had to run"))
-        code, out, _ = command(full_multidim.main)
+        code, out, _ = command("full_multidim.py")
     assert code == 0 and "third   skip  up to date" in out
 
     nodes[0] = Node("first", "toy.nodes:mistake")
-    code, out, err = command(full_multidim.main)
+    code, out, err = command("full_multidim.py")
     assert code == 2 and err == "error: first: the folder is empty\n"
     assert "[first] FAILED" in out and "was not started" not in out
 

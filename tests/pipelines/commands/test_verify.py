@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import prepare_data
+from pipelines import cli
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -20,7 +20,7 @@ def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
     """command(*arguments) -> (exit code, stdout, stderr) of prepare_data.py on the debug config."""
 
     def call(*arguments: str) -> tuple[int, str, str]:
-        code = prepare_data.main(["--config", "debug", *arguments, f"storage={tmp_path}"])
+        code = cli.main(["--config", "debug", *arguments, f"storage={tmp_path}"], prog="prepare_data.py")
         return code, *capsys.readouterr()
 
     return call

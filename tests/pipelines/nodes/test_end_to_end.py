@@ -27,7 +27,7 @@ from PIL import Image
 
 from data_prep import ray_compat
 from data_prep.files import open_store
-from pipelines import cluster, full_multidim, prepare_data
+from pipelines import cli, cluster
 from pipelines.nodes.trained import start_weights_of
 from pipelines.pipeline import CHECKPOINT
 
@@ -215,7 +215,7 @@ def test_equal_shards_from_a_forced_rerun_leave_the_trainings_standing(
     monkeypatch.setattr(cluster, "disconnect", lambda: None)
 
     def start_here(*arguments: str) -> str:
-        assert full_multidim.main([*CONFIG, f"storage={storage}", *arguments]) == 0
+        assert cli.main([*CONFIG, f"storage={storage}", *arguments]) == 0
         return capsys.readouterr().out
 
     plan = start_here("--rerun", "prepare_data", "--dry-run")
@@ -243,7 +243,7 @@ def test_an_export_loads_as_its_card_says(
 ) -> None:
     """Without pickled code, with scores, and trainings can start from it. What is there already stays."""
     folder, command = tmp_path / "hub", [*CONFIG, f"storage={storage}", "--export", str(tmp_path / "hub")]
-    assert full_multidim.main(command) == 0 and full_multidim.main(command) == 2
+    assert cli.main(command) == 0 and cli.main(command) == 2
     out, err = capsys.readouterr()
     assert (
         out == f"exported: {folder}\n"
@@ -264,7 +264,7 @@ def test_an_export_loads_as_its_card_says(
     for stage, model in names["models"].items():
         assert start_weights_of(str(folder / stage), model.config).keys() == model.state_dict().keys()
     nothing = [*CONFIG, f"storage={tmp_path}", "--export", str(tmp_path / "other")]
-    assert full_multidim.main(nothing) == 2 and "has no finished output" in capsys.readouterr().err
+    assert cli.main(nothing) == 2 and "has no finished output" in capsys.readouterr().err
 
 
 # ---- the dataset that it made ---------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def test_verify(
     shutil.copytree(storage / attempt, tmp_path / attempt)  # a run folder with this node alone, to be damaged
 
     def verify(*arguments: str) -> tuple[int, str, str]:
-        code = prepare_data.main([*CONFIG, "--verify", *arguments, f"storage={tmp_path}"])
+        code = cli.main([*CONFIG, "--verify", *arguments, f"storage={tmp_path}"], prog="prepare_data.py")
         return code, *capsys.readouterr()
 
     code, out, err = verify()

@@ -300,14 +300,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(name, tmp_path, capsys):
     pixels[0, 0, 0] = 255
     save(tmp_path / "a.png", pixels)
     where = (f"images={tmp_path}/a.png", f"storage={tmp_path}/runs", *overrides)
-    assert cli.main(["--config", DEBUG, *where], only=[node]) == 2
+    assert cli.main(["--config", DEBUG, *where], prog=f"{node}.py") == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err, err
     assert out == "" and not (tmp_path / "runs").exists()
 
 
 def test_a_use_without_images_is_refused(tmp_path, capsys):
-    assert cli.main(["--config", DEBUG, "sample.use=complete"], only=["sample"]) == 2
+    assert cli.main(["--config", DEBUG, "sample.use=complete"], prog="sample.py") == 2
     assert "sample.use is complete, but images is not set" in capsys.readouterr().err
 
 
@@ -349,10 +349,10 @@ def test_networks_that_are_not_trained_are_named(tmp_path, capsys):
     """User images never start a training: what is missing is said, nothing is run."""
     file = save(tmp_path / "a.png", photo(16))
     arguments = ["--config", DEBUG, f"images={file}", f"storage={tmp_path}/runs"]
-    assert cli.main([*arguments, "sample.use=depth_upscale"], only=["sample"]) == 2
+    assert cli.main([*arguments, "sample.use=depth_upscale"], prog="sample.py") == 2
     err = capsys.readouterr().err
     assert "error: sample_images: its input train_depth_upscale has no finished output" in err and err.count("\n") == 1
-    assert cli.main(arguments, only=["evaluate"]) == 2
+    assert cli.main(arguments, prog="evaluate.py") == 2
     assert "error: score_images: its input train_first_slice has no finished output" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
@@ -361,7 +361,7 @@ def test_networks_that_are_not_trained_are_named(tmp_path, capsys):
 def test_scoring_refuses_what_only_sampling_obeys(setting, tmp_path, capsys):
     file, (key, _, value) = save(tmp_path / "a.png", photo(16)), setting.partition("=")
     arguments = ["--config", DEBUG, f"images={file}", f"storage={tmp_path}/runs", f"sample.{setting}"]
-    assert cli.main(arguments, prog="evaluate.py", only=["evaluate"]) == 2
+    assert cli.main(arguments, prog="evaluate.py") == 2
     assert capsys.readouterr().err == (
         f"error: sample.{key} is {value}; it is for sample.py: evaluate.py scores images as they are\n"
     )
