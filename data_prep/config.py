@@ -12,8 +12,8 @@ from typing import Any
 _READERS = [module.name for module in pkgutil.iter_modules([str(Path(__file__).with_name("sources"))])]
 LAYOUTS = tuple(sorted(set(_READERS) - {"base", "tars"}))  # these two are what the readers share
 SOURCES = ("auto", *LAYOUTS)
-CROPS = ("center", "squash", "random", "tiles")
-PROFILES = {"tf": ("fast", "truncate"), "accurate": ("accurate", "nearest")}  # DCT, rounding
+CROPS = ("center", "squash", "tiles")
+PROFILES = ("tf", "accurate")
 SPLITS = ("train", "valid", "test")
 SPLIT_RULES = ("auto", "by_photo", "glow", "glow_records", "celeba_partition", "file")
 
@@ -36,17 +36,13 @@ class DataConfig:
     split: str = "auto"  # auto: the source's own test split, else by photo; see data_prep/plan.py
     split_file: str | None = None  # of split file: lines "key split"; a path below root, else any path or URI
     image_field: str | None = None  # of several images in a sample: a column, or what follows its name, such as seg.png
-    crop: str = "center"  # center: the central square; squash: all of it; random: a seeded square; tiles: many squares
+    crop: str = "center"  # center: the central square; squash: all of it; tiles: many squares
     tile_size: int | None = None  # side of a tile in source pixels; None unless crop is tiles
     tile_stride: int | None = None  # step between train tiles; None: tile_size. Valid and test never overlap
     profile: str = "tf"  # tf: fast integer DCT, truncate to uint8; accurate: accurate DCT, round to nearest
-    dct: str | None = None  # fast, accurate; None: as the profile says
-    rounding: str | None = None  # truncate, nearest; None: as the profile says
     exif: str | None = None  # ignore the orientation, as TensorFlow does, or apply it; None: see plan.with_exif
     strict_jpeg: bool = False  # JPEGs with damaged pixels go to quarantine; else they are used and flagged
     min_side: int = 1  # photos with a shorter side go to quarantine
-    allow_upscaling: bool = True  # scale up below a resolution; else quarantine
-    allow_truncated_archive: bool = False  # build from the intact part of a tar that is cut off
     num_valid_photos: int = 0  # drawn by the seed; splits are by photo: all tiles of a photo are in one split
     num_test_photos: int = 0  # 0 where the source has a test split of its own
     rows_per_shard: int = 10_000
@@ -64,8 +60,6 @@ class DataConfig:
         if (self.split_file is None) == (self.split == "file"):
             raise ValueError(f"split_file is {self.split_file!r}, but split is {self.split}; they go together")
         one_of("profile", self.profile, PROFILES)
-        one_of("dct", self.dct, ("fast", "accurate"), optional=True)
-        one_of("rounding", self.rounding, ("truncate", "nearest"), optional=True)
         one_of("exif", self.exif, ("ignore", "apply"), optional=True)
         at_least(self, 1, "image_size")
         _distinct("resolutions", self.resolutions, low=1, high=8192, needed=self.image_size)
@@ -80,16 +74,6 @@ class DataConfig:
         at_least(self, 0, "num_valid_photos", "num_test_photos", "seed")
         if self.max_quarantine_fraction is not None and not 0 <= self.max_quarantine_fraction <= 1:
             raise ValueError(f"max_quarantine_fraction is {self.max_quarantine_fraction}; it must be within 0 and 1")
-
-    @property
-    def decode_profile(self) -> str:
-        """The profile whose DCT decodes the JPEGs."""
-        return "tf" if (self.dct or PROFILES[self.profile][0]) == "fast" else "accurate"
-
-    @property
-    def round_profile(self) -> str:
-        """The profile whose rounding makes the resized values uint8."""
-        return "tf" if (self.rounding or PROFILES[self.profile][1]) == "truncate" else "accurate"
 
 
 def one_of(name: str, value: str | None, allowed: Collection[str], *, optional: bool = False) -> None:

@@ -164,79 +164,41 @@ def _layout(shard: Shard, reader: pq.ParquetFile) -> Iterator[str]:
 
 # ---- in words --------------------------------------------------------------------------------------------------------
 
-_PROFILES = {
-    "tf": "JPEG by the fast integer DCT, area resize, truncation to uint8: equal to TensorFlow's default operations",
-    "accurate": "JPEG by the accurate DCT, area resize, rounding to the nearest uint8",
-}
-_CROPS = {
-    "center": "central square of each photo",
-    "squash": "the whole photo, squashed into a square",
-    "random": "a square at a random place along the longer side of each photo",
-}
-
 
 def readme(manifest: Manifest) -> str:
     """The dataset's own README.md: what a person needs to know before using or citing it."""
     config = manifest.config
-    crop = _CROPS.get(config["crop"], "")
-    if config["crop"] == "tiles":
-        stride = config["tile_stride"] or config["tile_size"]
-        crop = f"tiles of {config['tile_size']} pixels, every {stride} pixels in train, without overlap elsewhere"
+    chosen = ("resolutions", "bits", "crop", "tile_size", "tile_stride", "profile", "exif", "min_side", "seed")
+    lines = "\n".join(f"- {line}" for line in counts(manifest))
     licence = "The images keep the licences of their source."
     if manifest.source["built_in"]:
         licence = "Authors and licences of the photos: data_prep/demo_photos/ATTRIBUTION.md. Some are CC BY 4.0."
-    rows = "\n".join(
-        f"| {split} | {manifest.num_photos[split]} | {count} | `{manifest.split_hashes[split][:16]}` |"
-        for split, count in manifest.num_images.items()
-    )
     return f"""# {manifest.dataset}
 
-RGB images as Parquet, one folder for each resolution ({_numbers(config["resolutions"])}) and bit depth
-({_numbers(config["bits"])}). Depth b holds the b most significant bits of each 8-bit value.
+RGB images as Parquet, `res=<R>/bits=<B>/<split>-*.parquet`, the same rows in the same order for every resolution R and
+bit depth B. Depth B holds the B most significant bits of each 8-bit value.
 
-| split | photos | images | sha256 of the sorted keys, first 16 digits |
-| --- | --- | --- | --- |
-{rows}
+{lines}
+- made with {", ".join(f"{name}={config[name]}" for name in chosen if config[name] is not None)}
+- plan {manifest.plan_hash}, {", ".join(f"{name} {version}" for name, version in manifest.versions.items())}
 
-- Source: `{manifest.source["name"]}`. Crop: {crop}. Splits: {manifest.source.get("splits", config["split"])}; no photo
-  is in two of them.
-- Pixels: {_PROFILES[config["profile"]]}{_deviations(config)}.
-- Conversions, in images: {_counts(manifest.conversions)}.
-- Photos that could not be used (`quarantine.parquet`): {_counts(manifest.quarantine)}.
-- Left out of the source: {_counts(manifest.source["skipped"])}.
-- Columns: `key` (path in the source), `label` (null where unknown), `orig_h`, `orig_w` (of the whole photo), `flags`
-  (one bit for each conversion), `px` (height x width x 3 bytes, row by row). Rows are in the same order everywhere.
-- `manifest.json` lists every file with its checksum; files that it does not list do not belong to the dataset.
-- Plan `{manifest.plan_hash}`, {", ".join(f"{name} {version}" for name, version in manifest.versions.items())}.
-- {licence}
+Columns: `key` (path in the source), `label` (null where unknown), `orig_h`, `orig_w` (of the whole photo), `flags` (one
+bit for each conversion), `px` (R x R x 3 bytes, row by row). Photos that could not be used are in `quarantine.parquet`,
+with the reason. `manifest.json` lists every file with its checksum. No photo is in two splits. {licence}
 """
 
 
-def _deviations(config: dict) -> str:
-    """What the configuration changes of its profile."""
-    names = [f"{name} {config[name]}" for name in ("dct", "rounding") if config[name] is not None]
-    if config["exif"] == "apply":
-        names.append("EXIF orientation applied")
-    return f"; but {', '.join(names)}" if names else ""
-
-
 def counts(manifest: Manifest) -> list[str]:
-    """The same for a terminal: source, images by split, conversions, quarantine, skipped files."""
+    """Source, images by split, conversions, quarantine, skipped files."""
     found = manifest.num_images
     images = ", ".join(f"{found[split]} {split}" for split in SPLITS if split in found)
-    lines = [f"source: {manifest.source['name']} ({manifest.source['recognised_by']})"]
-    lines += [f"splits: {manifest.source['splits']}"] if "splits" in manifest.source else []
-    lines += [f"dataset {manifest.dataset}: {sum(manifest.num_images.values())} images ({images})"]
+    lines = [
+        f"source: {manifest.source['name']} ({manifest.source['recognised_by']})",
+        f"splits: {manifest.source['splits']}",
+        f"dataset {manifest.dataset}: {sum(manifest.num_images.values())} images ({images})",
+    ]
     kinds = {"converted": manifest.conversions, "quarantined": manifest.quarantine}
-    kinds["skipped"] = manifest.source["skipped"]
-    for what, found in kinds.items():
-        lines.append(f"{what}: {sum(found.values())}" + (f" ({_counts(found)})" if found else ""))
+    for what, found in (kinds | {"skipped": manifest.source["skipped"]}).items():
+        names = ", ".join(f"{count} {name}" for name, count in found.items())
+        lines.append(f"{what}: {sum(found.values())}" + (f" ({names})" if names else ""))
     return [printable(line) for line in lines]  # of a dataset that may come from others
-
-
-def _numbers(values: list[int]) -> str:
-    return ", ".join(map(str, values))
-
-
-def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"

@@ -34,15 +34,14 @@ def index(listing: Listing, config: DataConfig) -> Index:
         if (split := _split(file.path)) is None:
             continue
         with listing.open(file.path) as stream:
-            cut = config.allow_truncated_archive
-            for member in members(stream, path=file.path, allow_truncated=cut):
+            for member in members(stream, path=file.path):
                 if is_side_file(member.name):
                     found.skipped["not_a_data_file"] += 1
                 elif split == "train" and member.is_regular and member.name.endswith(".tar"):
                     synset = member.name.rpartition("/")[2].removesuffix(".tar")
                     where = f"{file.path}: {member.name}"
                     begin, size = member.offset, member.size
-                    for inner in members(stream, path=where, begin=begin, size=size, allow_truncated=cut):
+                    for inner in members(stream, path=where, begin=begin, size=size):
                         is_odd = is_unsafe(inner.name) or not inner.is_regular
                         name = inner.name if is_odd else inner.name.rpartition("/")[2]
                         entries.append((split, file.path, f"{synset}/{name}", inner))

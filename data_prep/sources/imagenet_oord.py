@@ -36,7 +36,7 @@ def index(listing: Listing, config: DataConfig) -> Index:
             found.items.append(Item(_key(match["split"], path), path, file.size, split=_SPLITS[match["split"]]))
             continue
         with listing.open(path) as stream:
-            for member in members(stream, path=path, allow_truncated=config.allow_truncated_archive):
+            for member in members(stream, path=path):
                 if member.is_regular and (is_side_file(member.name) or not is_image_name(member.name)):
                     found.skipped["not_a_data_file"] += 1
                     continue

@@ -37,7 +37,6 @@ def members(
     path: str,
     begin: int = 0,
     size: int | None = None,
-    allow_truncated: bool = False,
     wants: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[Member]:
     """All members but folders, in their order. `begin` and `size`: where an inner archive lies in the stream.
@@ -45,8 +44,7 @@ def members(
     `wants` says by name of which small members the bytes are given too.
 
     Raises UnusableSource (`path` is its name for people): not_an_archive; truncated_archive when it ends inside a
-    member or without the zero blocks that end a tar, so that a short download never passes for a whole set; with
-    `allow_truncated` the members that are there are given instead.
+    member or without the zero blocks that end a tar, so that a short download never passes for a whole set.
     """
     size = stream.size() - begin if size is None else size
     window: Any = _Buffered(_Window(stream, begin, size), _BUFFER_BYTES)
@@ -58,8 +56,6 @@ def members(
     try:
         while (member := archive.next()) is not None:
             archive.members.clear()  # else a million headers stay in memory
-            if member.offset_data + member.size > size and allow_truncated:
-                return
             if not member.isdir():
                 is_regular = member.isreg() and not member.issparse()
                 data = None
@@ -70,10 +66,8 @@ def members(
         window.seek(archive.offset)
         end = window.read(_BLOCK)
     except tarfile.TarError as error:
-        if allow_truncated:
-            return
         raise UnusableSource("truncated_archive", f"{path}: {error}") from None
-    if end != bytes(_BLOCK) and not allow_truncated:
+    if end != bytes(_BLOCK):
         raise UnusableSource("truncated_archive", f"{path}: it has no end mark after {archive.offset} bytes")
 
 

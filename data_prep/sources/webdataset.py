@@ -53,11 +53,12 @@ class _Sample:
 def recognise(listing: Listing, config: DataConfig) -> str | None:
     """The first tar that begins with an image; one that is damaged before it is named when all are read."""
     for file in used(listing, config):
+        names: list[str] = []
         with contextlib.suppress(UnusableSource), listing.open(file.path) as stream:
-            first = itertools.islice(members(stream, path=file.path, allow_truncated=True), 8)
-            names = [member.name for member in first if not is_side_file(member.name)]
-            if any(map(is_image_name, names)):
-                return f"{file.path} has {' and '.join(names[:2])}"
+            for member in itertools.islice(members(stream, path=file.path), 8):
+                names += [] if is_side_file(member.name) else [member.name]
+        if any(map(is_image_name, names)):
+            return f"{file.path} has {' and '.join(names[:2])}"
     return None
 
 
@@ -70,7 +71,7 @@ def index(listing: Listing, config: DataConfig) -> Index:
     check_series(file.path[: -len(".tar")] for file in listing.files)
     for path in (file.path for file in listing.files):
         with listing.open(path) as stream:
-            of_tar[path] = _samples(found, stream, path, config)
+            of_tar[path] = _samples(found, stream, path)
     paths = found.with_images({path: any(s.images() for s in samples) for path, samples in of_tar.items()})
     split_of = splits_of(paths, config, found)
     samples = [(path, split, sample) for path, split in split_of.items() for sample in of_tar[path]]
@@ -89,9 +90,8 @@ def index(listing: Listing, config: DataConfig) -> Index:
     return found
 
 
-def _samples(found: Index, stream: pa.NativeFile, path: str, config: DataConfig) -> list[_Sample]:
-    allow = config.allow_truncated_archive
-    every = list(members(stream, path=path, allow_truncated=allow, wants=lambda name: name.endswith((".cls", ".json"))))
+def _samples(found: Index, stream: pa.NativeFile, path: str) -> list[_Sample]:
+    every = list(members(stream, path=path, wants=lambda name: name.endswith((".cls", ".json"))))
     own = [member for member in every if not is_side_file(member.name)]
     found.skipped["not_a_data_file"] += len(every) - len(own)
     cut = _cutter([member.name for member in own])

@@ -506,7 +506,7 @@ MISTAKES = {
     ("sample.temperature.first_slice=nan",): "sample.temperature.first_slice is nan; it must be above 0",
     ("resources.num_workers=0",): "resources.num_workers is 0; it must be at least 1",
     ("resources.cpus_per_worker=0",): "resources.cpus_per_worker is 0.0; it must be above 0",
-    ("data.crop=tile",): "data.crop is 'tile'; it must be one of center, squash, random, tiles",
+    ("data.crop=tile",): "data.crop is 'tile'; it must be one of center, squash, tiles",
     ("data.bits=[3]",): "data.bits is [3]; it must contain 8",
     ("sample.decoder=fused",): "sample.decoder is 'fused', which needs a GPU; set resources.use_gpu=true, or "
     "sample.decoder=auto",
@@ -557,7 +557,7 @@ def test_mistake_on_the_command_line_is_one_line_with_its_place(overrides: tuple
 CHOICES = {
     "data.source": SOURCES,
     "data.crop": CROPS,
-    "data.profile": tuple(PROFILES),
+    "data.profile": PROFILES,
     "data.split": SPLIT_RULES,
     "model.decoder.recipe": RECIPES,
     "model.embedder.recipe": RECIPES,

@@ -118,17 +118,9 @@ def test_strict_jpeg_and_min_side_turn_acceptance_into_quarantine(
     for name, change, reason in [
         ("corrupt_entropy.JPEG", {"strict_jpeg": True}, "corrupt_data"),
         ("ok_extreme_aspect.JPEG", {"min_side": 4}, "too_small"),
-        ("ok_1x1.png", {"allow_upscaling": False}, "too_small"),
     ]:
         config = dataclasses.replace(prepared(by_file[name], tmp_path / name), **change)
         assert outcome(*written(config, tmp_path / f"{name}-set"))[2] == {reason: 1}
-
-
-def test_a_tar_that_is_cut_off_can_be_allowed(shared: pathlib.Path, tmp_path: pathlib.Path, written: Callable):
-    (case,) = (case for case in CASES if case["file"] == "train_truncated.tar")
-    config = dataclasses.replace(prepared(case, tmp_path / "raw"), allow_truncated_archive=True)
-    rows, _, reasons = outcome(*written(config, tmp_path / "set"))
-    assert rows == 1 and not reasons
 
 
 def test_nothing_is_called_by_an_evil_pickle(shared: pathlib.Path, tmp_path: pathlib.Path, capsys):

@@ -209,7 +209,7 @@ WRONG = {
     "size for depth": (
         "sample",
         8,
-        ("sample.use=depth_upscale", "data.allow_upscaling=false"),
+        ("sample.use=depth_upscale", "data.min_side=9"),
         "a.png is 8x8; sample.use=depth_upscale takes",
     ),
     "no such depth": (
