@@ -1,37 +1,33 @@
 """What a finished data set is, in words, and whether it is whole: `verify("runs/demo/.../dataset") == []`.
 
-Checked are the size and sha256 of every file that the manifest lists, Parquet's page checksums, columns, row groups,
-the number of rows, the same keys in every resolution and depth, each key once, the keys' hash, that every lower depth
-is 8-bit pixels >> (8 - bits), and the counts of conversions and of the quarantine. A row group is held at a time.
+Checked are the size and sha256 of every file that the manifest lists, columns, the number of rows, the same keys in
+every resolution and depth, each key once, the keys' hash, that every lower depth is 8-bit pixels >> (8 - bits), and the
+counts of conversions. A row group is held at a time.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from data_prep import images, parquet
+from data_prep import images
 from data_prep.config import SPLITS
 from data_prep.files import open_store, printable
 from data_prep.parquet import (
     QUARANTINE,
-    QUARANTINE_SCHEMA,
     Dataset,
     Manifest,
     Shard,
-    UnsafeTable,
     keys_hash,
+    low_depth,
     open_dataset,
-    open_parquet,
     pixels,
+    read_shard,
     schema,
 )
 
@@ -53,7 +49,8 @@ def verify(uri: str, *, progress: Callable[[int, int], None] = lambda done, tota
     """
     dataset = open_dataset(uri)
     manifest = dataset.manifest
-    problems = _quarantine_problems(dataset)
+    quarantine = {QUARANTINE: {"sha256": manifest.quarantine_sha256}}
+    problems = [*open_store(uri).problems(quarantine, hashed=True)]
     parts: dict[str, list[_Part]] = {split: [] for split in manifest.num_images}
     groups: dict[tuple[str, int], list[Shard]] = {}  # files that hold the same rows
     for shard in manifest.shards:
@@ -81,85 +78,38 @@ def verify(uri: str, *, progress: Callable[[int, int], None] = lambda done, tota
     return problems
 
 
-def _quarantine_problems(dataset: Dataset) -> list[str]:
-    store = open_store(dataset.uri)
-    if problems := store.problems({QUARANTINE: {"sha256": dataset.manifest.quarantine_sha256}}, hashed=True):
-        return list(problems)
-    with store.open(QUARANTINE) as stream:
-        try:
-            table = open_parquet(stream, name=QUARANTINE).read()
-        except UnsafeTable as error:
-            return [str(error)]
-    if not table.schema.equals(QUARANTINE_SCHEMA):
-        return [f"{QUARANTINE}: columns are {table.schema.names} of other types than this version writes"]
-    reasons = dict(sorted(Counter(table.column("reason").to_pylist()).items()))
-    if reasons != dataset.manifest.quarantine:
-        return [f"{QUARANTINE}: reasons are {reasons}, {dataset.manifest.quarantine} in the manifest"]
-    return []
-
-
 def _verify_part(dataset: Dataset, shards: list[Shard]) -> _Part:
-    part, files = _Part(shards[0].split), {shard.path: asdict(shard) for shard in shards}
-    part.problems += open_store(dataset.uri).problems(files, hashed=True)
-    config = dataset.manifest.config
+    shards = sorted(shards, key=lambda shard: (-shard.bits, shard.path))  # all others are compared with the first
+    part, config, store = _Part(shards[0].split), dataset.manifest.config, open_store(dataset.uri)
+    part.problems += store.problems({shard.path: asdict(shard) for shard in shards}, hashed=True)
+    found = {(shard.resolution, shard.bits): shard for shard in shards}
     wanted = {(resolution, bits) for resolution in config["resolutions"] for bits in config["bits"]}
-    for resolution, bits in sorted(wanted - {(shard.resolution, shard.bits) for shard in shards}):
+    for resolution, bits in sorted(wanted - found.keys()):
         part.problems.append(f"{shards[0].split} {shards[0].index}: the manifest has no file of {resolution=}, {bits=}")
     if part.problems:
         return part
-    first = None  # columns but px
-    for resolution in config["resolutions"]:
-        depths = sorted((s for s in shards if s.resolution == resolution), key=lambda shard: -shard.bits)
-        names = _verify_depths(dataset, depths, part.problems)
-        if names is not None and first is not None and not names.equals(first):
-            part.problems.append(f"{depths[0].path}: keys, labels, sizes or flags differ from another resolution")
-        first = names if first is None else first
-    if first is not None:
-        part.keys = first.column("key").to_pylist()
-        for flags, count in Counter(first.column("flags").to_pylist()).items():
-            part.conversions.update(dict.fromkeys(images.conversions_of(flags), count))
+    names = schema(1).names[:-1]  # all columns but px
+    try:
+        first, *others = (read_shard(dataset.uri, shard, columns=names) for shard in shards)
+        for shard, table in zip(shards[1:], others, strict=True):
+            if not table.equals(first):
+                part.problems.append(f"{shard.path}: keys, labels, sizes or flags differ from {shards[0].path}")
+        wrong = [shard for shard in shards if not _is_low_depth(dataset.uri, shard, found[shard.resolution, 8])]
+        part.problems += [f"{shard.path}: pixels are not the 8-bit ones >> {8 - shard.bits}" for shard in wrong]
+    except ValueError as error:  # of a file that has other columns
+        part.problems.append(str(error))
+        return part
+    part.keys = first.column("key").to_pylist()
+    for flags, count in Counter(first.column("flags").to_pylist()).items():
+        part.conversions.update(dict.fromkeys(images.conversions_of(flags), count))
     return part
 
 
-def _verify_depths(dataset: Dataset, shards: list[Shard], problems: list[str]) -> pa.Table | None:
-    """Compares all depths of one shard at one resolution, 8 bits first; returns its columns but px."""
-    store = open_store(dataset.uri)
-    with ExitStack() as stack:
-        readers = []
-        for shard in shards:
-            stream = stack.enter_context(store.open(shard.path))
-            try:
-                readers.append(open_parquet(stream, name=shard.path, page_checksum_verification=True))
-            except UnsafeTable as error:
-                problems.append(str(error))
-                return None
-        if found := [text for shard, reader in zip(shards, readers, strict=True) for text in _layout(shard, reader)]:
-            problems += found
-            return None
-        wrong: dict[str, None] = {}  # each once, however many row groups it concerns
-        groups = []
-        for group in range(len(shards[0].row_group_rows)):
-            names: pa.Table | None = None
-            full = np.empty(0)
-            for shard, reader in zip(shards, readers, strict=True):
-                table = reader.read_row_group(group, use_threads=False)
-                px, table = pixels(table), table.drop_columns(["px"])
-                names, full = (table, px) if names is None else (names, full)
-                if not table.equals(names):
-                    wrong[f"{shard.path}: keys, labels, sizes or flags differ from another depth"] = None
-                if not np.array_equal(px, parquet.low_depth(full, shard.bits)):
-                    wrong[f"{shard.path}: pixels are not the 8-bit ones >> {8 - shard.bits}"] = None
-            groups.append(names)
-        problems += wrong
-        return pa.concat_tables(groups)
-
-
-def _layout(shard: Shard, reader: pq.ParquetFile) -> Iterator[str]:
-    if not reader.schema_arrow.equals(schema(shard.resolution)):
-        yield f"{shard.path}: columns are {reader.schema_arrow.names} of other types than this version writes"
-    rows = [reader.metadata.row_group(i).num_rows for i in range(reader.num_row_groups)]
-    if rows != shard.row_group_rows:
-        yield f"{shard.path}: row groups have {rows} rows, {shard.row_group_rows} in the manifest"
+def _is_low_depth(uri: str, shard: Shard, whole: Shard) -> bool:
+    """Whether a shard's pixels are the most significant bits of those of 8 bits."""
+    groups = range(len(shard.row_group_rows) if shard is not whole else 0)
+    each = ([pixels(read_shard(uri, s, row_group=i, columns=["px"])) for s in (shard, whole)] for i in groups)
+    return all(np.array_equal(low, low_depth(full, shard.bits)) for low, full in each)
 
 
 # ---- in words --------------------------------------------------------------------------------------------------------
