@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -74,11 +74,10 @@ class SampleConfig:
     # For sample.py with `images`: what is made of the user's images (docs/sampling.md).
     use: str | None = None  # size_upscale, depth_upscale or complete
     num_draws: int = 1  # per image
-    num_given_slices: int | None = None  # complete: how many slices are given, in subscale order
-    num_given_rows: int | None = None  # complete, baseline: how many rows are given, from the top
+    num_given: int | None = None  # complete: how many slices are given, in subscale order; of a baseline how many rows
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "num_images", "batch_size", "num_draws", "num_given_slices", "num_given_rows")
+        at_least(self, 1, "num_images", "batch_size", "num_draws", "num_given")
         at_least(self, 0, "seed")
         for stage, value in self.temperature.items():
             if not 0 < value < math.inf:
@@ -93,7 +92,7 @@ class SampleConfig:
 
     def set_for_images(self) -> dict[str, object]:
         """Settings that need `images` and are not at their default."""
-        chosen = {key: getattr(self, key) for key in ("use", "num_draws", "num_given_slices", "num_given_rows")}
+        chosen = {key: getattr(self, key) for key in ("use", "num_draws", "num_given")}
         return {key: value for key, value in chosen.items() if value != getattr(SampleConfig, key)}
 
 
@@ -193,8 +192,6 @@ class UserImages:
     values: np.ndarray  # uint8 [N, h, w, 3] of `num_bits` bits
     num_bits: int
     stages: tuple[str, ...]  # to be run, in order
-    use: str | None = None
-    num_given: int = 0  # complete: slices in subscale order, or rows of a baseline
     num_fitted: int = 0  # of the images, those that were cropped or resized
 
     @property
@@ -204,24 +201,17 @@ class UserImages:
 
     @property
     def digest(self) -> str:
-        parts = [f"{key} {digest}" for key, digest in zip(self.keys, self.digests, strict=True)]
+        parts = [str(self.num_bits), *(f"{key} {digest}" for key, digest in zip(self.keys, self.digests, strict=True))]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def describe(self, *, num_draws: int) -> str:
-        """One line: what is given, what is drawn."""
+        """One line: how many images, and what is made of them."""
         count = f"{len(self.keys)} image{'s' if len(self.keys) > 1 else ''}"
         count += f" ({self.num_fitted} cropped and resized)" if self.num_fitted else ""
         if self.node == SCORE_IMAGES:
             return f"{count} to score at {self.num_bits} bits per channel"
-        part = "row" if self.stages[0] == "baseline" else "slice"
-        first = f"the first {self.num_given} {part}s" if self.num_given > 1 else f"the first {part}"
-        given = {
-            "size_upscale": f"slice (0, 0) at {self.num_bits} bits",
-            "depth_upscale": f"the {self.num_bits} most significant bits",
-            "complete": f"{first} at {self.num_bits} bits",
-        }[self.use or ""]
         draws = f"{num_draws} draw{'s' if num_draws > 1 else ''} each"
-        return f"{count}, {draws}: {given} kept, all else drawn by {', '.join(self.stages)}"
+        return f"{count} at {self.num_bits} bits per channel, {draws} by {', '.join(self.stages)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,49 +240,21 @@ class TrainNodeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringConfig(EvaluateConfig):
-    """What `evaluate` and `score_images` have in common."""
+    """Of the nodes evaluate and score_images."""
 
     stages: tuple[str, ...]  # in chain order
+    dataset: str = ""  # evaluate: its id, which the results name
     resources: NodeResources = field(metadata=NOT_SEMANTIC)
+    images: UserImages | None = field(default=None, metadata=NOT_SEMANTIC, compare=False)  # `source` is their digest
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateNodeConfig(ScoringConfig):
-    dataset: str  # its id, which the results name
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrawingConfig:
-    """What `sample` and `sample_images` have in common."""
+class DrawingConfig(SampleConfig):
+    """Of the nodes sample and sample_images."""
 
     stages: tuple[str, ...]  # those that draw, in chain order
-    batch_size: int | None  # most images drawn at once
-    seed: int
-    temperature: Mapping[str, float]  # per stage
-    top_p: Mapping[str, float | None]  # per stage
-    precision: str
-    decoder: str
     resources: NodeResources = field(metadata=NOT_SEMANTIC)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleNodeConfig(DrawingConfig):
-    num_images: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleImagesNodeConfig(DrawingConfig):
-    use: str  # one of USES
-    num_given: int  # of use complete: slices in subscale order, or rows of a baseline
-    given_bits: int  # bit depth of the given images
-    num_draws: int  # per image
-    images: UserImages = field(metadata=NOT_SEMANTIC, compare=False)  # the node's `source` is their digest
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreImagesNodeConfig(ScoringConfig):
-    bits: int  # bit depth of the images
-    images: UserImages = field(metadata=NOT_SEMANTIC, compare=False)
+    images: UserImages | None = field(default=None, metadata=NOT_SEMANTIC, compare=False)  # `source` is their digest
 
 
 @dataclass(frozen=True, kw_only=True)

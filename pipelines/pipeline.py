@@ -19,14 +19,10 @@ from pipelines.config import (
     SAMPLE_IMAGES,
     SCORE_IMAGES,
     DrawingConfig,
-    EvaluateNodeConfig,
     ExperimentConfig,
     NodeResources,
     PrepareDataNodeConfig,
     ReportNodeConfig,
-    SampleImagesNodeConfig,
-    SampleNodeConfig,
-    ScoreImagesNodeConfig,
     ScoringConfig,
     TrainNodeConfig,
     UserImages,
@@ -202,33 +198,33 @@ def _finished_training(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def _evaluate(config: ExperimentConfig, stages: list[str]) -> Node:
-    scoring = _scoring(config, stages)
+    scoring = _scoring(config, stages, dataset=config.data.dataset)
     return Node(
         name="evaluate",
         function="pipelines.nodes.evaluate:run",
         needs=("prepare_data", *map(train_node, stages)),
         reads=_weights(stages, "model.safetensors") | _shards(config.data.image_size, 8, "train", "test"),
-        config=EvaluateNodeConfig(**vars(scoring), dataset=config.data.dataset),
+        config=scoring,
         **_shared_out(scoring.resources),
     )
 
 
 def _score_images(config: ExperimentConfig, images: UserImages) -> Node:
-    scoring = _scoring(config, images.stages)
+    scoring = _scoring(config, images.stages, images=images)
     return Node(
         name=SCORE_IMAGES,
         function="pipelines.nodes.images:score",
         needs=tuple(map(train_node, images.stages)),
         reads=_weights(images.stages),
-        config=ScoreImagesNodeConfig(**vars(scoring), bits=images.num_bits, images=images),
+        config=scoring,
         source=images.digest,
         **_shared_out(scoring.resources),
     )
 
 
-def _scoring(config: ExperimentConfig, stages: Sequence[str]) -> ScoringConfig:
+def _scoring(config: ExperimentConfig, stages: Sequence[str], **more: Any) -> ScoringConfig:
     resources = config.resources.per_node["evaluate"]
-    return ScoringConfig(stages=tuple(stages), **vars(_on_its_device(config).evaluate), resources=resources)
+    return ScoringConfig(stages=tuple(stages), resources=resources, **vars(_on_its_device(config).evaluate), **more)
 
 
 def _sample(config: ExperimentConfig, stages: list[str]) -> Node:
@@ -238,45 +234,33 @@ def _sample(config: ExperimentConfig, stages: list[str]) -> Node:
         function="pipelines.nodes.sample:run",
         needs=tuple(map(train_node, stages)),
         reads=_weights(stages),
-        config=SampleNodeConfig(**vars(drawing), num_images=config.sample.num_images),
+        config=drawing,
         **_shared_out(drawing.resources),
     )
 
 
 def _sample_images(config: ExperimentConfig, images: UserImages) -> Node:
-    drawing = _drawing(config, images.stages)
-    assert images.use is not None
+    drawing = _drawing(config, images.stages, num_images=len(images.keys), images=images)
     return Node(
         name=SAMPLE_IMAGES,
         function="pipelines.nodes.images:sample",
         needs=tuple(map(train_node, images.stages)),
         reads=_weights(images.stages),
-        config=SampleImagesNodeConfig(
-            **vars(drawing),
-            use=images.use,
-            num_given=images.num_given,
-            given_bits=images.num_bits,
-            num_draws=config.sample.num_draws,
-            images=images,
-        ),
+        config=drawing,
         source=images.digest,
-        tags={"use": images.use},
+        tags={"use": str(config.sample.use)},
         **_shared_out(drawing.resources),
     )
 
 
-def _drawing(config: ExperimentConfig, stages: Sequence[str]) -> DrawingConfig:
+def _drawing(config: ExperimentConfig, stages: Sequence[str], **more: Any) -> DrawingConfig:
     sample, resources = _on_its_device(config).sample, config.resources.per_node["sample"]
-    return DrawingConfig(
-        stages=tuple(stages),
-        batch_size=sample.batch_size,
-        seed=sample.seed,
-        temperature={stage: sample.temperature[stage] for stage in stages},
-        top_p={stage: sample.top_p[stage] for stage in stages},
-        precision=sample.precision,
-        decoder=sample.decoder,
-        resources=resources,
-    )
+    chosen: dict[str, Any] = {
+        **vars(sample),
+        "temperature": {stage: sample.temperature[stage] for stage in stages},
+        "top_p": {stage: sample.top_p[stage] for stage in stages},
+    }
+    return DrawingConfig(stages=tuple(stages), resources=resources, **chosen | more)
 
 
 def _on_its_device(config: ExperimentConfig) -> ExperimentConfig:

@@ -26,7 +26,7 @@ from PIL import Image
 
 from data_prep.files import Store, UserError, join, open_store
 from data_prep.parquet import Dataset, open_dataset, open_parquet, pixels, read_shard
-from pipelines.config import EvaluateNodeConfig, ScoringConfig
+from pipelines.config import ScoringConfig
 from pipelines.dag.node import NodeContext, NodeOutput, NodeResult
 from pipelines.dag.progress import Reporter
 from pipelines.nodes.histogram import Histogram, count_values, raw_entropy_bits
@@ -80,7 +80,7 @@ class Results(TypedDict):
     with_raw_weights: Difference
 
 
-def run(context: NodeContext[EvaluateNodeConfig]) -> NodeResult:
+def run(context: NodeContext[ScoringConfig]) -> NodeResult:
     config = context.config
     stages, data = config.stages, context.inputs["prepare_data"]
     dataset = open_dataset(join(data.uri, data.named["dataset"]))
@@ -348,7 +348,7 @@ def _png_bytes(image: np.ndarray) -> int:
 
 
 def _tell_train_runs(
-    context: NodeContext[EvaluateNodeConfig], results: Results, configs: Mapping[str, SPNConfig], test_set: str
+    context: NodeContext[ScoringConfig], results: Results, configs: Mapping[str, SPNConfig], test_set: str
 ) -> None:
     """Each stage's own run gets its test score, so that the UI's compare page has it in one column, and its network
     becomes a version in the model registry."""

@@ -24,9 +24,9 @@ from data_prep.files import FileEntry, Store, UserError, open_store, printable
 from pipelines.config import (
     SAMPLE_IMAGES,
     SCORE_IMAGES,
+    DrawingConfig,
     ExperimentConfig,
-    SampleImagesNodeConfig,
-    ScoreImagesNodeConfig,
+    ScoringConfig,
     UserImages,
     stage_model_config,
     stage_names,
@@ -54,27 +54,26 @@ NOT_RGB = {  # conversions that a dataset would flag, and that nobody should fin
 # ---- nodes ------------------------------------------------------------------------------------------------------
 
 
-def sample(context: NodeContext[SampleImagesNodeConfig]) -> NodeResult:
+def sample(context: NodeContext[DrawingConfig]) -> NodeResult:
     """sample_images: upscales images in size or depth, or completes them, several draws each.
 
     Draws depend on the seed, on an image's values and on the number of the draw, not on the other images.
     """
     config = context.config
-    user, num_draws = config.images, config.num_draws
+    user, num_draws = _given(config), config.num_draws
     store = open_store(context.out).sub(FOLDER)
     to_draw = ToDraw(
         keys=tuple(f"{key}-{number:02d}" for key in user.keys for number in range(num_draws)),
         seeds=tuple(f"{digest}/{number}" for digest in user.digests for number in range(num_draws)),
         given=user.values.repeat(num_draws, axis=0),
     )
-    job = Job(config, context.inputs, store.uri, use=config.use, num_given=config.num_given)
-    chunks = draw(job, to_draw, progress=context.progress)
+    chunks = draw(Job(config, context.inputs, store.uri), to_draw, progress=context.progress)
     configs = load_stage_configs(context.inputs, config.stages)
     values = read_chunks(store, configs, chunks, most=NUM_SHOWN * num_draws)
-    given_bits = _given_bits(user, configs[config.stages[0]])
+    given_bits = _given_bits(config, configs[config.stages[0]])
     drawn = display(values, num_bits=depth_after(configs[config.stages[-1]]))
     columns = [drawn[number::num_draws] for number in range(num_draws)]
-    picture = side_by_side([_shown(user, given_bits)[:NUM_SHOWN], *columns])
+    picture = side_by_side([_shown(config, given_bits)[:NUM_SHOWN], *columns])
     store.write_bytes(GRID, png(picture))
     frames = generation_frames(values[0], list(configs.values()), given_bits=given_bits)
     store.write_bytes(ANIMATION, animation(frames))
@@ -83,9 +82,9 @@ def sample(context: NodeContext[SampleImagesNodeConfig]) -> NodeResult:
     return NodeResult(outputs={"images": FOLDER}, metrics=counts(chunks), pictures=shown)
 
 
-def score(context: NodeContext[ScoreImagesNodeConfig]) -> NodeResult:
+def score(context: NodeContext[ScoringConfig]) -> NodeResult:
     """score_images: exact bits/dim of images, of each part of the chain and in total."""
-    config, user = context.config, context.config.images
+    config, user = context.config, _given(context.config)
     read = functools.partial(_read_images, user.keys, user.values << (8 - user.num_bits))
     job = ScoringJob(config, context.inputs, context.out, read)
     table = score_chunks(job, len(user.keys), progress=context.progress).table()
@@ -98,13 +97,18 @@ def score(context: NodeContext[ScoreImagesNodeConfig]) -> NodeResult:
         write(table.set_column(0, "key", pa.array(keys)), buffer)
         store.write_bytes(name, buffer.getvalue().to_pybytes())
     networks = {stage: context.inputs[train_node(stage)].attempt for stage in config.stages}
-    how = {"use": "scores", "stages": config.stages, "bits": config.bits, "batch_size": config.batch_size}
+    how = {"use": "scores", "stages": config.stages, "bits": user.num_bits, "batch_size": config.batch_size}
     store.write_text(RECORD, json.dumps({**how, "networks": networks, "images": _named_digests(user)}, indent=1))
     scores = table.drop_columns("key").to_pydict()
     metrics = {f"user_images/bits_per_dim/{part}": sum(bits) / len(bits) for part, bits in scores.items()}
     with context.run.open() as run:
         run.log_metrics(metrics)
     return NodeResult(outputs={"scores": FOLDER}, metrics=metrics)
+
+
+def _given(config: DrawingConfig | ScoringConfig) -> UserImages:
+    assert config.images is not None
+    return config.images
 
 
 def _read_images(keys: Sequence[str], images: np.ndarray, rows: range) -> tuple[list[str], np.ndarray]:
@@ -120,26 +124,25 @@ def _named_digests(user: UserImages) -> dict[str, str]:
     return dict(zip(user.keys, user.digests, strict=True))
 
 
-def _given_bits(user: UserImages, config: SPNConfig) -> np.ndarray:
+def _given_bits(drawing: DrawingConfig, network: SPNConfig) -> np.ndarray:
     """[H, W]: how many bits of each pixel of an image were given."""
-    size, factor = config.image_size, config.scaling_factor
+    size, factor, depth = network.image_size, network.scaling_factor, _given(drawing).num_bits
     bits = np.zeros((size, size), np.int64)
-    if user.use == "depth_upscale":
-        bits[:] = user.num_bits
-    elif user.use == "size_upscale":
-        bits[::factor, ::factor] = user.num_bits
-    elif config.stage == "baseline":
-        bits[: user.num_given] = user.num_bits
+    if drawing.use == "depth_upscale":
+        bits[:] = depth
+    elif network.stage == "baseline":
+        bits[: drawing.num_given] = depth
     else:
-        for number in range(user.num_given):
-            bits[number // factor :: factor, number % factor :: factor] = user.num_bits
+        for number in range(drawing.num_given or 1):
+            bits[number // factor :: factor, number % factor :: factor] = depth
     return bits
 
 
-def _shown(user: UserImages, given_bits: np.ndarray) -> np.ndarray:
+def _shown(drawing: DrawingConfig, given_bits: np.ndarray) -> np.ndarray:
     """The given images, gray where nothing was given."""
+    user = _given(drawing)
     pictures = display(user.values, num_bits=user.num_bits)
-    if user.use == "complete":
+    if drawing.use == "complete":
         pictures = np.where((given_bits > 0)[None, :, :, None], pictures, np.uint8(UNKNOWN))
     return pictures
 
@@ -153,11 +156,8 @@ def for_sampling(config: ExperimentConfig) -> UserImages:
     if use is None:
         raise UserError("images is set, but sample.use is not; sample.use=size_upscale, depth_upscale or complete")
     low, size = config.bits[0], config.data.image_size
-    if use != "complete":
-        for key in ("num_given_slices", "num_given_rows"):
-            if getattr(config.sample, key) is not None:
-                raise UserError(f"sample.{key} is for sample.use=complete; {use} takes the whole image as given")
-    num_given = 0
+    if use != "complete" and config.sample.num_given is not None:
+        raise UserError(f"sample.num_given is for sample.use=complete; {use} takes the whole image as given")
     if use == "size_upscale":
         _need_stage(use, "size_upscale", config)
         side, bits, stages = size // config.scaling_factor, low, [s for s in stages if s != "first_slice"]
@@ -172,12 +172,16 @@ def for_sampling(config: ExperimentConfig) -> UserImages:
         stages = [model.stage for model in later if model.num_given_bits >= bits]
         what = f"sample.use=depth_upscale takes {size}x{size} images"
     else:
-        side, bits, num_given = size, low, _num_given(config)
+        side, bits, given = size, low, config.sample.num_given
+        most, parts = (size - 1, "rows") if "baseline" in stages else (config.scaling_factor**2 - 1, "slices")
+        if not 1 <= (given or 0) <= most:  # only a beginning of the order of generation has an exact conditional
+            what = f"the first 1 to {most} {parts} of an image can be given"
+            raise UserError(f"sample.num_given is {given or 'not set'}; {what}")
         stages = [s for s in stages if s != "first_slice"]
         what = f"sample.use=complete takes {size}x{size} images"
     _check_bits(config.image_bits, bits)
     keys, values, num_fitted = _read(config, side=side, what=what, bits=bits)
-    return UserImages(SAMPLE_IMAGES, _names(keys), values, bits, tuple(stages), use, num_given, num_fitted)
+    return UserImages(SAMPLE_IMAGES, _names(keys), values, bits, tuple(stages), num_fitted)
 
 
 def for_scoring(config: ExperimentConfig) -> UserImages:
@@ -187,37 +191,12 @@ def for_scoring(config: ExperimentConfig) -> UserImages:
     size, bits, stages = config.data.image_size, config.bits[-1], stage_names(config)
     _check_bits(config.image_bits, bits)
     keys, values, num_fitted = _read(config, side=size, what=f"the model scores {size}x{size} images", bits=bits)
-    return UserImages(SCORE_IMAGES, keys, values, bits, tuple(stages), num_fitted=num_fitted)
+    return UserImages(SCORE_IMAGES, keys, values, bits, tuple(stages), num_fitted)
 
 
 def _need_stage(use: str, kind: str, config: ExperimentConfig) -> None:
     if kind not in config.stages:
         raise UserError(f"sample.use is {use}, but config {config.name} has no stage {kind}; it has {config.stages}")
-
-
-def _num_given(config: ExperimentConfig) -> int:
-    """How much of each image is given. Only prefixes of the order of generation have an exact conditional."""
-    sample, size = config.sample, config.data.image_size
-    if "baseline" in config.stages:
-        if sample.num_given_slices is not None:
-            raise UserError(
-                "sample.num_given_slices: a baseline has one slice and generates it row by row, so only its first rows "
-                "can be given exactly; use sample.num_given_rows"
-            )
-        key, given, most = "num_given_rows", sample.num_given_rows, size - 1
-    else:
-        if sample.num_given_rows is not None:
-            raise UserError(
-                "sample.num_given_rows: slices are generated one after another, each over the whole image, so rows of "
-                "the image are no beginning of that order and the rest would not follow the exact conditional; use "
-                "sample.num_given_slices"
-            )
-        key, given, most = "num_given_slices", sample.num_given_slices, config.scaling_factor**2 - 1
-    if given is None:
-        raise UserError(f"sample.use is complete, but sample.{key} is not set; it can be 1 to {most}")
-    if given > most:
-        raise UserError(f"sample.{key} is {given}; it can be 1 to {most}, or nothing is left to draw")
-    return given
 
 
 def _check_bits(image_bits: int | None, bits: int) -> None:

@@ -56,11 +56,6 @@ def naming(setting: str, size: int) -> Iterator[None]:
         raise UserError(f"{setting}: the GPU's memory does not hold {size:,} at once any more; set less") from error
 
 
-def device_name(device: torch.device | str) -> str:
-    """What a size was found for."""
-    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
-
-
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Also if the compiler, which tries kernels on the GPU, raised an error of its own because of it."""
     while error is not None:

@@ -7,7 +7,7 @@ rest. How a network draws stands in spn/sampling.py and spn/decoding/incremental
 
     images/<key>.png                                     8 bits per channel, for the eye
     res=<R>/bits=<B>/samples-00000-of-00004.parquet      columns as in data_prep/parquet.py, values of B bits
-    chunks.json                                          {"batch_size": images drawn at once, "device": found on}
+    chunks.json                                          {"batch_size": images drawn at once}
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import torch
 
 from data_prep.files import Store, UserError, open_store
 from data_prep.parquet import ShardWriter, open_parquet, pixels, schema, shard_path
-from pipelines.config import DrawingConfig, SampleNodeConfig
+from pipelines.config import DrawingConfig
 from pipelines.dag.node import NodeContext, NodeOutput, NodeResult, Picture
 from pipelines.dag.progress import Reporter
-from pipelines.nodes.memory import device_name, halved, largest_that_fits, naming
+from pipelines.nodes.memory import halved, largest_that_fits, naming
 from pipelines.nodes.pictures import (
     after_stages,
     animation,
@@ -54,7 +54,7 @@ MOST_ON_GPU = 1024  # drawn at once: the cost per image hardly falls beyond, and
 ON_CPU = 16  # one thread draws a chunk, and only whole chunks are kept
 
 
-def run(context: NodeContext[SampleNodeConfig]) -> NodeResult:
+def run(context: NodeContext[DrawingConfig]) -> NodeResult:
     config = context.config
     store = open_store(context.out).sub(FOLDER)
     numbers = range(config.num_images)
@@ -126,8 +126,6 @@ class Job:
     config: DrawingConfig
     inputs: Mapping[str, NodeOutput]  # of the train nodes
     out: str  # folder of the images
-    use: str | None = None  # of what is given: size_upscale, depth_upscale, complete; None: nothing is given
-    num_given: int = 0  # complete: slices in subscale order, or rows of a baseline
 
 
 def chunks_of(images: ToDraw, *, size: int) -> list[Chunk]:
@@ -154,29 +152,18 @@ def draw(job: Job, images: ToDraw, *, progress: Reporter) -> list[Chunk]:
             started = gang(DrawingWorker, job, progress, total, num=num, resources=resources, name=name)
             workers.extend(stack.enter_context(started))
 
-    def unfinished(size: int) -> list[Chunk]:
-        present = {entry.path for entry in store.walk()}
-        return [c for c in chunks_of(images, size=size) if not _is_finished(store, configs, c, present)]
-
     with contextlib.ExitStack() as stack:
-        size, device = recorded_size(store)
+        size = recorded_size(store)
         if size is None and not resources.use_gpu:
-            size, device = job.config.batch_size or min(share, ON_CPU), "cpu"
-        elif resources.use_gpu and (size is None or unfinished(size)):
+            size = job.config.batch_size or min(share, ON_CPU)
+        elif size is None:
             start_workers(len(images.keys))
-            devices = ", ".join(sorted({*ask(workers, "device_name")}))
-            if devices != device:
-                most = size or min(share, job.config.batch_size or MOST_ON_GPU, MOST_ON_GPU)
-                fits = min(ask(workers, "largest_batch", most))
-                if fits == 0:
-                    raise UserError(f"not even one image of {', '.join(configs)} fits into a GPU's memory at once")
-                if size is not None and size != fits:  # chunks of another size have other files
-                    for chunk in chunks_of(images, size=size):
-                        store.delete(_path(configs, chunk))
-                size, device = fits, devices
-        assert size is not None
-        store.write_text(CHUNKS, json.dumps({"batch_size": size, "device": device}))
-        chunks, todo = chunks_of(images, size=size), unfinished(size)
+            size = min(ask(workers, "largest_batch", min(share, job.config.batch_size or MOST_ON_GPU, MOST_ON_GPU)))
+            if size == 0:
+                raise UserError(f"not even one image of {', '.join(configs)} fits into a GPU's memory at once")
+        store.write_text(CHUNKS, json.dumps({"batch_size": size}))
+        chunks, present = chunks_of(images, size=size), {entry.path for entry in store.walk()}
+        todo = [chunk for chunk in chunks if not _is_finished(store, configs, chunk, present)]
         left = sum(len(chunk.images.keys) for chunk in todo)
         progress.update(total - pixels_each * left, total, unit="pixels", note=f"{size:,} at once")
         start_workers(len(todo))
@@ -185,19 +172,17 @@ def draw(job: Job, images: ToDraw, *, progress: Reporter) -> list[Chunk]:
     return chunks
 
 
-def recorded_size(store: Store) -> tuple[int | None, str]:
-    """Images drawn at once, as an earlier start of the attempt found, and on which devices; None at the first."""
-    if not store.exists(CHUNKS):
-        return None, ""
-    found = json.loads(store.read_bytes(CHUNKS))
-    return found["batch_size"], found.get("device", "")
+def recorded_size(store: Store) -> int | None:
+    """Images drawn at once, as an earlier start of the attempt found; None at the first."""
+    return json.loads(store.read_bytes(CHUNKS))["batch_size"] if store.exists(CHUNKS) else None
 
 
 def pixels_to_draw(job: Job, configs: Mapping[str, SPNConfig]) -> int:
     """Pixel steps of one image: one for each pixel of each slice of each stage that is run."""
-    in_slices = job.use == "size_upscale" or (job.use == "complete" and job.config.stages[0] != "baseline")
-    known = 1 if job.use == "size_upscale" else job.num_given
-    rows = rows_to_sample(list(configs.values()), num_known_slices=known if in_slices else 0)
+    use, num_given = job.config.use, job.config.num_given or 0
+    in_slices = use == "complete" and job.config.stages[0] != "baseline"
+    known = 1 if use == "size_upscale" else num_given if in_slices else 0
+    rows = rows_to_sample(list(configs.values()), num_known_slices=known)
     return rows * next(iter(configs.values())).slice_size
 
 
@@ -222,9 +207,6 @@ class DrawingWorker:
     def models(self) -> dict[str, SPN]:
         """Loaded by the first call: what fails in a constructor is to Ray a lost worker, which is replaced."""
         return load_stages(self.job.inputs, self.job.config.stages, device=self.device)
-
-    def device_name(self) -> str:
-        return device_name(self.device)
 
     def largest_batch(self, most: int) -> int:
         """Images that can be drawn at once: `most`, or half, or a quarter, …; 0: not even one."""
@@ -308,15 +290,15 @@ class DrawingWorker:
         if images.given is None:
             return {}
         given = torch.from_numpy(images.given.copy()).to(self.device).permute(0, 3, 1, 2).long()
-        if self.job.use == "depth_upscale":
+        use, num_given = self.job.config.use, self.job.config.num_given
+        if use == "depth_upscale":
             return {"image": given}
-        if self.job.use == "size_upscale":
+        if use == "size_upscale":
             return {"slices": given[:, None]}
-        assert self.job.use == "complete", self.job.use
         if self.job.config.stages[0] == "baseline":
-            return {"rows": given[:, :, : self.job.num_given]}
+            return {"rows": given[:, :, :num_given]}
         factor = self.models["size_upscale"].config.scaling_factor
-        return {"slices": image_to_slices(given, factor)[:, : self.job.num_given]}
+        return {"slices": image_to_slices(given, factor)[:, :num_given]}
 
 
 # ---- files ------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from data_prep.ingest import collate, train_stream
 from data_prep.parquet import Dataset, draws, open_dataset
 from pipelines.config import TrainNodeConfig
 from pipelines.dag.node import NodeContext, NodeResult
-from pipelines.nodes.memory import device_name, free_memory, halved, largest_that_fits, naming
+from pipelines.nodes.memory import free_memory, halved, largest_that_fits, naming
 from pipelines.nodes.trained import check_start_weights, start_weights_of
 from spn.bitdepth import stage_values
 from spn.checkpoint import CONFIG, load_trainer, load_weights, save_checkpoint
@@ -174,8 +174,8 @@ def rows_to_read(train: TrainConfig, step: int) -> tuple[int, int]:
 # ---- a worker ---------------------------------------------------------------------------------------------------
 
 
-def train_worker(context: NodeContext[TrainNodeConfig], recorded: tuple[int, str] | None) -> None:
-    """What each Ray Train worker runs. recorded: micro-batch and device of the attempt; None: to be found."""
+def train_worker(context: NodeContext[TrainNodeConfig], recorded: int | None) -> None:
+    """What each Ray Train worker runs. recorded: micro-batch of the attempt; None: to be found."""
     node, config = context.config, context.config.train
     torch.set_num_threads(node.resources.num_threads)
     workers = ray.train.get_context()
@@ -197,14 +197,10 @@ def train_worker(context: NodeContext[TrainNodeConfig], recorded: tuple[int, str
         state.start_from(start_weights_of(node.init_from, node.model))
     forward = make_forward(model, config)
     share = config.batch_size // num_workers
-    # A restart keeps the size, unless any worker now runs on another kind of device.
-    on, (micro_batch_size, found_on) = device_name(device), recorded or (0, "")
-    if not smallest_of_workers(int(found_on == on), device):
+    if (micro_batch_size := recorded) is None:
         micro_batch_size = find_micro_batch(model, forward, config, share=share, trying=device.type == "cuda")
         if rank == 0:
-            open_store(context.out).write_text(
-                MICRO_BATCH, json.dumps({"micro_batch_size": micro_batch_size, "device": on})
-            )
+            open_store(context.out).write_text(MICRO_BATCH, json.dumps({"micro_batch_size": micro_batch_size}))
     note = f"{num_workers} x {micro_batch_size:,} slices x {share // micro_batch_size:,} accumulated"
     recorder = Recorder(context, state, history, note=note)
 
@@ -351,16 +347,15 @@ def peak_speed(model: SPN) -> float | None:
 # ---- the micro-batch --------------------------------------------------------------------------------------------
 
 
-def recorded_micro_batch(store: Store, train: TrainConfig, *, num_workers: int) -> tuple[int, str] | None:
-    """What the attempt found at its start, and on which device; None if it has not yet, or if that suits no longer."""
+def recorded_micro_batch(store: Store, train: TrainConfig, *, num_workers: int) -> int | None:
+    """What the attempt found at its start; None if it has not yet, or if that suits no longer."""
     if not store.exists(MICRO_BATCH):
         return None
     try:
-        found = json.loads(store.read_bytes(MICRO_BATCH))
-        size, share = found["micro_batch_size"], train.batch_size // num_workers
+        size, share = json.loads(store.read_bytes(MICRO_BATCH))["micro_batch_size"], train.batch_size // num_workers
     except (ValueError, KeyError, TypeError):  # damaged
         return None
-    return (size, found.get("device", "")) if share % size == 0 and size <= (train.micro_batch_size or share) else None
+    return size if share % size == 0 and size <= (train.micro_batch_size or share) else None
 
 
 def find_micro_batch(

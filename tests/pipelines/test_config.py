@@ -23,13 +23,11 @@ from pipelines.cluster import ROOT
 from pipelines.config import (
     DECODERS,
     USES,
-    EvaluateNodeConfig,
+    DrawingConfig,
     ExperimentConfig,
     PrepareDataNodeConfig,
     ReportNodeConfig,
-    SampleImagesNodeConfig,
-    SampleNodeConfig,
-    ScoreImagesNodeConfig,
+    ScoringConfig,
     TrainNodeConfig,
     stage_model_config,
     stage_names,
@@ -320,10 +318,8 @@ DECIDES_NOTHING = {  # an addition lets changed results be skipped, so it needs 
     DataConfig: {"root", "max_quarantine_fraction"},
     PrepareDataNodeConfig: {"num_cpus"},
     TrainNodeConfig: RESOURCES | {"samples", "init_from"},
-    EvaluateNodeConfig: RESOURCES,
-    SampleNodeConfig: RESOURCES,
-    SampleImagesNodeConfig: RESOURCES | {"images"},
-    ScoreImagesNodeConfig: RESOURCES | {"images"},
+    DrawingConfig: RESOURCES | {"images"},
+    ScoringConfig: RESOURCES | {"images"},
     ReportNodeConfig: set(),
 }
 

@@ -20,7 +20,7 @@ import torch
 from data_prep.files import open_store
 from data_prep.parquet import Manifest, ShardWriter, schema
 from pipelines import cli
-from pipelines.config import EvaluateNodeConfig, NodeResources
+from pipelines.config import NodeResources, ScoringConfig
 from pipelines.dag.node import NodeContext, NodeOutput
 from pipelines.dag.progress import Reporter
 from pipelines.nodes import evaluate
@@ -38,10 +38,10 @@ IMAGES = np.random.default_rng(0).integers(256, size=(2 * NUM, SIDE, SIDE, 3)).a
 TRAIN, TEST = IMAGES[:NUM], IMAGES[NUM:]
 
 
-def config(workers: int = 1) -> EvaluateNodeConfig:
+def config(workers: int = 1) -> ScoringConfig:
     """Three chunks: of 3, 3 and 1 images."""
     resources = NodeResources(num_workers=workers, cpus_per_worker=0.5)
-    return EvaluateNodeConfig(stages=STAGES, batch_size=3, precision="float32", resources=resources, dataset="tiny")
+    return ScoringConfig(stages=STAGES, batch_size=3, precision="float32", resources=resources, dataset="tiny")
 
 
 def read(rows: range) -> tuple[list[str], np.ndarray]:

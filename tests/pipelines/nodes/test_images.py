@@ -55,7 +55,8 @@ def config(where: Path | str, *overrides: str, preset: str = DEBUG) -> Experimen
     return load(preset, [f"images={where}", *overrides])
 
 
-COMPLETE = ("sample.use=complete", "sample.num_given_slices=1")
+DEEPEN = "sample.use=depth_upscale"
+COMPLETE = ("sample.use=complete", "sample.num_given=1")
 
 
 # ---- what fits -----------------------------------------------------------------------------------------------------
@@ -124,9 +125,9 @@ def test_a_longer_chain_starts_at_the_depth_of_the_files(tmp_path):
 
 def test_a_baseline_is_completed_from_its_first_rows(tmp_path):
     file = save(tmp_path / "a.png", photo(16))
-    system = ("stages=[baseline]", "bits=[8]", "scaling_factor=1", "sample.use=complete", "sample.num_given_rows=5")
+    system = ("stages=[baseline]", "bits=[8]", "scaling_factor=1", "sample.use=complete", "sample.num_given=5")
     own = images.for_sampling(config(file, *system))
-    assert own.num_given == 5 and own.stages == ("baseline",) and np.array_equal(own.values[0], photo(16))
+    assert own.stages == ("baseline",) and np.array_equal(own.values[0], photo(16))
 
 
 def test_scoring_takes_whole_images_at_the_depth_of_the_last_stage(tmp_path):
@@ -238,35 +239,24 @@ WRONG = {
         ("sample.use=depth_upscale", "image_bits=3"),
         "holds a value of 255; image_bits=3 means 0 to 7",
     ),
-    "rows of an SPN": (
-        "sample",
-        16,
-        ("sample.use=complete", "sample.num_given_rows=3"),
-        "rows of the image are no beginning of that order",
-    ),
-    "slices of a baseline": (
-        "sample",
-        16,
-        ("stages=[baseline]", "bits=[8]", "scaling_factor=1", "sample.use=complete", "sample.num_given_slices=1"),
-        "a baseline has one slice and generates it row by row",
-    ),
     "all slices": (
         "sample",
         16,
-        ("sample.use=complete", "sample.num_given_slices=4"),
-        "sample.num_given_slices is 4; it can be 1 to 3",
+        ("sample.use=complete", "sample.num_given=4"),
+        "sample.num_given is 4; of this model's images the first 1 to 3 slices are given",
     ),
-    "no number of slices": (
+    "no number of slices": ("sample", 16, ("sample.use=complete",), "sample.num_given is None; of this model's"),
+    "all rows of a baseline": (
         "sample",
         16,
-        ("sample.use=complete",),
-        "num_given_slices is not set; it can be 1 to 3",
+        ("stages=[baseline]", "bits=[8]", "scaling_factor=1", "sample.use=complete", "sample.num_given=16"),
+        "sample.num_given is 16; of this model's images the first 1 to 15 rows are given",
     ),
     "slices where none are asked for": (
         "sample",
         16,
-        ("sample.use=depth_upscale", "sample.num_given_slices=1"),
-        "sample.num_given_slices is for sample.use=complete",
+        ("sample.use=depth_upscale", "sample.num_given=1"),
+        "sample.num_given is for sample.use=complete",
     ),
     "no stage for it": (
         "sample",
@@ -357,7 +347,7 @@ def test_networks_that_are_not_trained_are_named(tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("setting", ["use=depth_upscale", "num_draws=4", "num_given_slices=1", "num_given_rows=1"])
+@pytest.mark.parametrize("setting", ["use=depth_upscale", "num_draws=4", "num_given=1"])
 def test_scoring_refuses_what_only_sampling_obeys(setting, tmp_path, capsys):
     file, (key, _, value) = save(tmp_path / "a.png", photo(16)), setting.partition("=")
     arguments = ["--config", DEBUG, f"images={file}", f"storage={tmp_path}/runs", f"sample.{setting}"]
@@ -367,19 +357,17 @@ def test_scoring_refuses_what_only_sampling_obeys(setting, tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("setting", ["sample.num_draws=4", "sample.num_given_rows=1", "image_bits=8"])
+@pytest.mark.parametrize("setting", ["sample.num_draws=4", "sample.num_given=1", "image_bits=8"])
 def test_settings_of_user_images_need_images(setting):
     key, _, value = setting.partition("=")
     with pytest.raises(UserError, match=f"^{key} is {value}, but images is not set; images=FILE says which images"):
         load(DEBUG, [setting])
 
 
-def test_what_is_kept_and_drawn_is_said_in_one_line(tmp_path):
+def test_what_is_made_of_images_is_said_in_one_line(tmp_path):
     file = save(tmp_path / "a.png", photo(16))
     own = images.for_sampling(config(file, *COMPLETE))
-    assert own.describe(num_draws=4) == (
-        "1 image, 4 draws each: the first slice at 3 bits kept, all else drawn by size_upscale, depth_upscale"
-    )
+    assert own.describe(num_draws=4) == "1 image at 3 bits per channel, 4 draws each by size_upscale, depth_upscale"
     assert images.for_scoring(config(file)).describe(num_draws=4) == "1 image to score at 8 bits per channel"
 
 
@@ -411,12 +399,13 @@ def draws_of(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("use, side, num_given", [("size_upscale", 4, 0), ("depth_upscale", 8, 0), ("complete", 8, 2)])
-def test_what_is_given_is_kept_bit_for_bit_in_every_draw(use, side, num_given, networks, tmp_path, ray_in_this_process):
+@pytest.mark.parametrize("use, side", [("size_upscale", 4), ("depth_upscale", 8), ("complete", 8)])
+def test_what_is_given_is_kept_bit_for_bit_in_every_draw(use, side, networks, tmp_path, ray_in_this_process):
     given = np.random.default_rng(0).integers(0, 8, (2, side, side, 3), dtype=np.uint8)
     stages = ("depth_upscale",) if use == "depth_upscale" else ("size_upscale", "depth_upscale")
-    own = UserImages("sample_images", ("a", "b"), given, 3, stages, use, num_given)
-    result = images.sample(context(networks, tmp_path, own))
+    own = UserImages("sample_images", ("a", "b"), given, 3, stages)
+    settings = [f"sample.use={use}", *(["sample.num_given=2"] if use == "complete" else [])]
+    result = images.sample(context(networks, tmp_path, own, *settings))
     assert result.metrics == {"images/sampled": 4, "images/batch_size": 3}
     record = json.loads((tmp_path / "user_images/record.json").read_text())
     assert (record["batch_size"], record["precision"]) == (3, "float32")
@@ -445,8 +434,8 @@ def test_first_rows_are_kept_bit_for_bit_by_a_baseline(tiny_spn, tmp_path, ray_i
     save_checkpoint(tmp_path / "checkpoint", model=model, ema=model.state_dict(), trainer={})
     trained = {"train_baseline": NodeOutput(str(tmp_path), {"checkpoint": "checkpoint"}, {}, "a")}
     given = np.random.default_rng(0).integers(0, 64, (1, 8, 8, 3), dtype=np.uint8)
-    own = UserImages("sample_images", ("a",), given, 6, ("baseline",), "complete", 3)
-    baseline = ("stages=[baseline]", "bits=[8]", "scaling_factor=1")
+    own = UserImages("sample_images", ("a",), given, 6, ("baseline",))
+    baseline = ("stages=[baseline]", "bits=[8]", "scaling_factor=1", "sample.use=complete", "sample.num_given=3")
     images.sample(context(trained, tmp_path, own, *baseline))
     first, second = draws_of(tmp_path).values()
     assert np.array_equal(first[:3], given[0, :3]) and np.array_equal(second[:3], given[0, :3])
@@ -455,10 +444,10 @@ def test_first_rows_are_kept_bit_for_bit_by_a_baseline(tiny_spn, tmp_path, ray_i
 
 def test_draws_depend_on_the_image_not_on_its_name_or_its_neighbours(networks, tmp_path, ray_in_this_process):
     given = np.random.default_rng(0).integers(0, 8, (2, 8, 8, 3), dtype=np.uint8)
-    both = UserImages("sample_images", ("a", "b"), given, 3, ("depth_upscale",), "depth_upscale")
-    alone = UserImages("sample_images", ("other",), given[1:], 3, ("depth_upscale",), "depth_upscale")
-    images.sample(context(networks, tmp_path / "both", both, "sample.batch_size=1"))
-    images.sample(context(networks, tmp_path / "alone", alone, "sample.batch_size=1", "sample.num_draws=3"))
+    both = UserImages("sample_images", ("a", "b"), given, 3, ("depth_upscale",))
+    alone = UserImages("sample_images", ("other",), given[1:], 3, ("depth_upscale",))
+    images.sample(context(networks, tmp_path / "both", both, DEEPEN, "sample.batch_size=1"))
+    images.sample(context(networks, tmp_path / "alone", alone, DEEPEN, "sample.batch_size=1", "sample.num_draws=3"))
     pair, single = draws_of(tmp_path / "both"), draws_of(tmp_path / "alone")
     for number in range(2):
         assert np.array_equal(pair[f"b-{number:02d}"], single[f"other-{number:02d}"])
@@ -495,9 +484,11 @@ def test_images_are_drawn_at_the_configured_precision(
 
     asked_for: list[object] = []
     monkeypatch.setattr(sample, "sample_chain", seen)
-    monkeypatch.setattr(sample, "recorded_size", lambda store: (1, "cpu"))
+    monkeypatch.setattr(sample, "recorded_size", lambda store: 1)
     monkeypatch.setattr(NodeResources, "device", "cpu")
-    user = UserImages("sample_images", ("a",), np.zeros((1, 8, 8, 3), np.uint8), 3, ("depth_upscale",), "depth_upscale")
+    user = UserImages("sample_images", ("a",), np.zeros((1, 8, 8, 3), np.uint8), 3, ("depth_upscale",))
     with pytest.raises(Drawn):
-        images.sample(context(networks, tmp_path, user, f"sample.precision={precision}", "resources.use_gpu=true"))
+        images.sample(
+            context(networks, tmp_path, user, DEEPEN, f"sample.precision={precision}", "resources.use_gpu=true")
+        )
     assert asked_for == [precision]
