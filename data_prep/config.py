@@ -15,7 +15,7 @@ SOURCES = ("auto", *LAYOUTS)
 CROPS = ("center", "squash", "tiles")
 PROFILES = ("tf", "accurate")
 SPLITS = ("train", "valid", "test")
-SPLIT_RULES = ("auto", "by_photo", "glow", "glow_records", "celeba_partition", "file")
+SPLIT_RULES = ("auto", "by_photo", "glow", "glow_records", "file")
 
 
 def _not_semantic(default: Any) -> Any:
