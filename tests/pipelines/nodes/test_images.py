@@ -243,14 +243,19 @@ WRONG = {
         "sample",
         16,
         ("sample.use=complete", "sample.num_given=4"),
-        "sample.num_given is 4; of this model's images the first 1 to 3 slices are given",
+        "sample.num_given is 4; the first 1 to 3 slices of an image can be given",
     ),
-    "no number of slices": ("sample", 16, ("sample.use=complete",), "sample.num_given is None; of this model's"),
+    "no number of slices": (
+        "sample",
+        16,
+        ("sample.use=complete",),
+        "sample.num_given is not set; the first 1 to 3 slices",
+    ),
     "all rows of a baseline": (
         "sample",
         16,
         ("stages=[baseline]", "bits=[8]", "scaling_factor=1", "sample.use=complete", "sample.num_given=16"),
-        "sample.num_given is 16; of this model's images the first 1 to 15 rows are given",
+        "sample.num_given is 16; the first 1 to 15 rows of an image can be given",
     ),
     "slices where none are asked for": (
         "sample",
