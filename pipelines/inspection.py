@@ -79,12 +79,11 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
     store = run_folder(config)
     with locked(Lock(store)) if delete and store.list("nodes") else contextlib.nullcontext():
         with reading(store):
-            holder = None if delete else Lock(store).holder()
             plan = _plan(config, store)
-            if found := status.find_garbage(plan, holder=holder):  # else there is no need to ask MLflow
+            if found := status.find_garbage(plan):  # else there is no need to ask MLflow
                 uri = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
                 named = registry.attempts_with_alias(uri, experiment=config.name)
-                found = status.find_garbage(plan, holder=holder, named=named)
+                found = status.find_garbage(plan, named=named)
         print("\n".join([f"run folder: {store.uri}", *(each.line for each in found)]))
         if delete:
             status.delete(store, found)

@@ -96,12 +96,7 @@ class Attempt:
     @property
     def age(self) -> str:
         """How long ago it finished, or was started last."""
-        return age(self.success.finished if self.success else (self.starts or [""])[-1])
-
-    @property
-    def starts(self) -> list[str]:
-        """ISO times at which it was started, the first one and after each interruption."""
-        return list(self.started.get("starts", []))
+        return age(self.success.finished if self.success else self.started.get("starts", [""])[-1])
 
     @property
     def ingredients(self) -> Mapping[str, Any]:
@@ -119,11 +114,6 @@ def new_attempt_id(store: Store, node: str, *, now: datetime | None = None) -> s
     if newest and newest >= moment.strftime(_TIME):
         moment = datetime.strptime(newest, _TIME).replace(tzinfo=UTC) + timedelta(seconds=1)
     return f"{moment.strftime(_TIME)}-{secrets.token_hex(3)}"
-
-
-def time_of(attempt: str) -> datetime:
-    """When an attempt was made, from its id."""
-    return datetime.strptime(attempt[: len("20000101T000000")], _TIME).replace(tzinfo=UTC)
 
 
 def history(store: Store, node: str) -> list[Attempt]:

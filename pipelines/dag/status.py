@@ -1,6 +1,6 @@
 """What lies in a run folder: --status shows it node by node, --gc finds attempts that nothing needs any more.
 
-Both read storage and source files only, and may be used at any time, also while a launch is running.
+Both read storage and source files only, and may look at any time, also while a launch is running.
 
 Garbage is every attempt but these: those that the present plan uses or would continue, every node's newest attempt, its
 newest finished output of each configuration, attempts that the caller names, and all that these were made from, unless
@@ -14,7 +14,6 @@ import posixpath
 from collections import deque
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from data_prep.files import Store
@@ -32,16 +31,9 @@ def lines(plan: Plan) -> list[str]:
     """An aligned table: run, fingerprint and age are those of the output or the attempt that the state describes."""
     holder = Lock(plan.store).holder()
     rows = [COLUMNS, *(_row(decision, plan, holder) for decision in plan.decisions)]
-    others = (attempts.history(plan.store, node) for node in node_names(plan.store) if node not in plan.names)
-    rows += [_row_of_other(past[0], plan, holder) for past in others if past]
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     table = ["  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in rows]
     return ([f"in use by {described(holder)}"] if holder else []) + table
-
-
-def node_names(store: Store) -> list[str]:
-    """Nodes that have attempts in the run folder, in the present configuration or not."""
-    return [posixpath.basename(entry.path) for entry in store.list("nodes") if entry.is_folder]
 
 
 def _row(decision: Decision, plan: Plan, holder: Mapping[str, Any] | None) -> tuple[str, ...]:
@@ -52,18 +44,15 @@ def _row(decision: Decision, plan: Plan, holder: Mapping[str, Any] | None) -> tu
     past = attempts.history(plan.store, name)
     if not past:
         return (name, "not made", "-", "-", "-", f"runs it: {decision.reason}")
-    waits = decision.action == WAIT  # its output may turn out to be up to date
-    row = _newest(past[0], plan.store, holder, finished="waits" if waits else "outdated")
-    return (name, *row, "-" if row[0] == "running" else f"runs it{' ' if waits else ': '}{decision.reason}")
-
-
-def _row_of_other(newest: Attempt, plan: Plan, holder: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Of a node that the plan does not have, such as one of the user's own images."""
-    current = {decision.node.name: decision.success for decision in plan.decisions}
-    read = newest.ingredients.get("upstream", {})
-    stale = any(above in current and not _equals(current[above], read[above]) for above in read)
-    row = _newest(newest, plan.store, holder, finished="outdated" if stale else "finished")
-    return (newest.node, *row, "not in this plan")
+    newest, waits = past[0], decision.action == WAIT  # its output may turn out to be up to date
+    state, run_id = newest.state, newest.started.get("mlflow_run_id")
+    if newest.success is not None:
+        wrong, run_id = attempts.problems(plan.store, newest.success), newest.success.mlflow_run_id
+        state = "damaged" if wrong else "waits" if waits else "outdated"
+    elif holder is not None and state == "interrupted" and newest.started.get("lock") == holder.get("token", ""):
+        state = "running"  # the launch that holds the run folder's lock has started or continued it and not ended it
+    then = "-" if state == "running" else f"runs it{' ' if waits else ': '}{decision.reason}"
+    return (name, state, run_id or "-", newest.fingerprint, newest.age, then)
 
 
 def _equals(success: Success | None, read: Any) -> bool:
@@ -71,21 +60,6 @@ def _equals(success: Success | None, read: Any) -> bool:
     if success is None or not isinstance(read, Mapping):
         return False
     return attempts.content(success, read["reads"]) == read["content"]
-
-
-def _newest(
-    attempt: Attempt, store: Store, holder: Mapping[str, Any] | None, *, finished: str
-) -> tuple[str, str, str, str]:
-    """State, MLflow run, fingerprint and age; `finished`: the state of intact output."""
-    if attempt.success is not None:
-        state = "damaged" if attempts.problems(store, attempt.success) else finished
-        run_id = attempt.success.mlflow_run_id
-    else:
-        # Running, if the launch that holds the run folder's lock has started or continued it and not ended it.
-        is_running = holder is not None and attempt.started.get("lock") == holder.get("token", "")
-        state = "running" if is_running and attempt.state == "interrupted" else attempt.state
-        run_id = attempt.started.get("mlflow_run_id")
-    return state, run_id or "-", attempt.fingerprint, attempt.age
 
 
 @dataclass(frozen=True)
@@ -101,19 +75,17 @@ class Garbage:
         return f"{a.node}  {a.fingerprint}/{a.attempt}  {a.state}, {a.age}  {self.bytes:,} bytes"
 
 
-def find_garbage(plan: Plan, *, holder: Mapping[str, Any] | None = None, named: Container[str] = ()) -> list[Garbage]:
-    """holder: of the run folder's lock; nothing is listed that is as new as its start. named: ids of attempts that
-    others refer to."""
+def find_garbage(plan: Plan, *, named: Container[str] = ()) -> list[Garbage]:
+    """named: ids of attempts that others refer to."""
     store = plan.store
-    past = {node: attempts.history(store, node) for node in node_names(store)}
+    nodes = [posixpath.basename(entry.path) for entry in store.list("nodes") if entry.is_folder]
+    past = {node: attempts.history(store, node) for node in nodes}  # also of nodes that the plan does not have
     kept = _kept(plan, past, named)
-    since = None if holder is None else datetime.fromtimestamp(int(holder.get("since", 0.0)), tz=UTC)
-    found = []
-    for attempt in itertools.chain.from_iterable(past.values()):
-        starts = [attempts.time_of(attempt.attempt), *map(datetime.fromisoformat, attempt.starts)]
-        if attempt.folder not in kept and not (since is not None and max(starts) >= since):
-            found.append(Garbage(attempt, sum(file.bytes for file in store.walk(attempt.folder))))
-    return found
+    return [
+        Garbage(attempt, sum(file.bytes for file in store.walk(attempt.folder)))
+        for attempt in itertools.chain.from_iterable(past.values())
+        if attempt.folder not in kept
+    ]
 
 
 def delete(store: Store, garbage: Iterable[Garbage]) -> None:

@@ -215,7 +215,7 @@ def test_a_run_folder_in_use_is_refused_before_ray_starts(
     assert "in use" not in command("full_multidim.py", "--dry-run")[1]
 
 
-@pytest.mark.parametrize("arguments", [(), ("--dry-run",), ("--status",), ("--gc",)], ids=str)
+@pytest.mark.parametrize("arguments", [(), ("--dry-run",), ("--status",)], ids=str)
 def test_run_folder_that_cannot_be_read(arguments: tuple[str, ...], command: Command, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "debug"
     (folder / "run.lock").mkdir(parents=True)

@@ -14,7 +14,6 @@ from toy.nodes import Toy
 from data_prep.files import Store
 from data_prep.lock import Lock
 from pipelines.dag import attempts, status
-from pipelines.dag.node import Node
 
 CHANGED = {"left": {"config": Toy("new")}}
 
@@ -69,18 +68,6 @@ def test_what_a_living_start_works_on_is_running(finished: Store) -> None:
         assert rows(finished, **CHANGED)["left"].startswith("interrupted")
         finished.write_text(f"{left.folder}/{attempts.STARTED}", json.dumps({**left.started, "lock": another.token}))
         assert rows(finished, **CHANGED)["left"].startswith("running")
-
-
-def test_nodes_of_own_images_appear_once_they_have_run(finished: Store) -> None:
-    """They are in no plan, since a plan without images does not have them."""
-    assert not any("sample_images" in line for line in status.lines(decided(finished)))
-    own = [*diamond(), Node("sample_images", "toy.nodes:write", ("left",), Toy("own"))]
-    carry_out(decided(finished, own))
-    last = status.lines(decided(finished))[-1]
-    assert last.startswith("sample_images  finished") and last.endswith("not in this plan")
-    carry_out(decided(finished, diamond(**CHANGED)))
-    assert status.lines(decided(finished, diamond(**CHANGED)))[-1].startswith("sample_images  outdated")
-    assert status.lines(decided(finished))[-1].startswith("sample_images  finished"), "under the configuration it is of"
 
 
 def test_the_status_writes_nothing(finished: Store) -> None:
