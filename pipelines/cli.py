@@ -14,6 +14,7 @@ import argparse
 import atexit
 import contextlib
 import gc
+import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -79,7 +80,7 @@ def run_guarded(command: Callable[[], int], *, resumes: bool = True) -> int:
 def main(argv: Sequence[str] | None = None, *, prog: str = "full_multidim.py", about: str = "") -> int:
     """Runs one of the commands of this folder, which says what it does by `about`. argv: without the program's name;
     None: the process's own."""
-    command = {"compress.py": _compress, "decompress.py": _decompress}.get(prog, _run)
+    command = {"compress.py": _compress, "decompress.py": _decompress, "describe.py": _describe}.get(prog, _run)
     return run_guarded(lambda: command(_parser(prog, about).parse_intermixed_args(argv)), resumes=command is _run)
 
 
@@ -90,7 +91,9 @@ def _parser(prog: str, about: str) -> Parser:
     add_config_arguments(parser)
     if prog == "compress.py":
         parser.add_argument("--no-check", action="store_true", help="do not decode what was written")
-    if prog in ("compress.py", "decompress.py"):
+    if prog == "describe.py":
+        parser.add_argument("--json", action="store_true", help="machine-readable")
+    if prog in ("compress.py", "decompress.py", "describe.py"):
         return parser
     looks = parser.add_mutually_exclusive_group()
     looks.add_argument("--dry-run", action="store_true", help="print the config and the plan, run nothing")
@@ -146,6 +149,14 @@ def _load(arguments: argparse.Namespace) -> ExperimentConfig:
     if "data.root" not in map(key_of, arguments.overrides):
         check_photos(config)
     return config
+
+
+def _describe(arguments: argparse.Namespace) -> int:
+    config = load(arguments.config, arguments.overrides)
+    print_notes(config, arguments, reads=inspection.describe)
+    found = inspection.describe(config)
+    print(json.dumps(found, indent=2) if arguments.json else inspection.described(found))
+    return 0
 
 
 def _compress(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,5 @@
-"""What runs no node: --status, --gc and --export of a run folder, --verify of a dataset, --compare, --list-sources."""
+"""What runs no node: --status, --gc and --export of a run folder, --verify of a dataset, --compare, --list-sources,
+and describe.py."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,7 +20,7 @@ from data_prep.lock import Lock
 from data_prep.parquet import open_dataset
 from data_prep.verify import counts, verify
 from pipelines import pipeline, tracking
-from pipelines.config import ExperimentConfig, stage_names, train_node
+from pipelines.config import ExperimentConfig, stage_model_config, stage_names, train_node
 from pipelines.dag import plan as planning
 from pipelines.dag import status
 from pipelines.dag.attempts import history
@@ -27,6 +29,10 @@ from pipelines.nodes import registry
 from pipelines.start import locked, nodes_of, reading, run_folder
 
 DONE, DAMAGED = 0, 1
+# What GPU-hours rest on: the share of the card's FLOP/s (spn.gpu.flops) that training and scoring reach. Measured on
+# the presets' networks: training 0.59 to 0.62, celebahq256's 0.49 (benchmarks/results/train/); scoring 0.63 and 0.51
+# (benchmarks/results/evaluate/). Validation, checkpoints and waiting for data come out of the rest.
+GPU, MFU = "H100", 0.5
 CARD = """\
 ---
 library_name: subscale-pixel-networks
@@ -192,3 +198,72 @@ def list_sources() -> int:
         print(f"    expected: {count}\n")
     print("data.source=auto (the default) recognises them by the names of their files.")
     return DONE
+
+
+# ---- describe.py -----------------------------------------------------------------------------------------------------
+
+
+def describe(config: ExperimentConfig) -> dict[str, Any]:
+    """{"stages": {stage: its description}, "gpu_hours": to train all stages, "scoring_gpu_hours": to score 1,000 images
+    with all slices of all stages}."""
+    stages = {stage: describe_stage(config, stage) for stage in stage_names(config)}
+    slices = {stage: 1 if stage == "first_slice" else config.scaling_factor**2 for stage in stages}
+    return {
+        "stages": stages,
+        "gpu_hours": sum(found["gpu_hours"] for found in stages.values()),
+        "scoring_gpu_hours": _gpu_hours(1000 * sum(stages[s]["flops_per_slice"] * slices[s] for s in stages)),
+    }
+
+
+def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
+    """Of one network, which is built on torch's meta device: it has shapes but no memory. FLOPs are dense: masked
+    weights and masked attention count as if they were not."""
+    import torch
+
+    from spn.gpu.flops import forward_flops
+    from spn.model import SPN, parameter_counts
+
+    network, train = stage_model_config(config, stage), config.per_stage[stage].train
+    with torch.device("meta"):
+        counts = parameter_counts(SPN(network))
+    forward, _ = forward_flops(network)
+    training_flops = 3 * forward * train.batch_size * train.num_steps  # the backward pass costs two forward passes
+    return {
+        "parameters": counts,
+        "flops_per_slice": forward,
+        "batch_size": train.batch_size,
+        "num_workers": config.resources.per_node[train_node(stage)].num_workers,
+        "num_steps": train.num_steps,
+        "training_flops": training_flops,
+        "gpu_hours": _gpu_hours(training_flops),
+    }
+
+
+def _gpu_hours(flops: float) -> float:
+    return flops / (MFU * _flops_per_sec()) / 3600
+
+
+def _flops_per_sec() -> float:
+    from spn.gpu.flops import PEAK_FLOPS
+
+    return PEAK_FLOPS[GPU]
+
+
+def described(description: dict[str, Any]) -> str:
+    lines = []
+    for stage, found in description["stages"].items():
+        counts, workers = found["parameters"], found["num_workers"]
+        lines += [
+            f"{stage}: {counts['total']:,} parameters",
+            *(f"  {part:<34}{count:>14,}" for part, count in counts.items() if part != "total"),
+            f"  {found['flops_per_slice'] / 1e9:,.2f} GFLOPs per slice forward, three times that in training (dense)",
+            f"  batch of {found['batch_size']:,} slices on {workers} worker{'s' if workers > 1 else ''}",
+            f"  {found['num_steps']:,} steps: {found['training_flops']:.2e} FLOPs, {found['gpu_hours']:,.2f} GPU-hours",
+            "",
+        ]
+    lines += [
+        f"scoring 1,000 images: about {60 * description['scoring_gpu_hours']:,.2f} GPU-minutes",
+        f"all stages: about {description['gpu_hours']:,.2f} GPU-hours of an {GPU}, if training and scoring in "
+        f"bfloat16 reach {MFU:.0%} of {_flops_per_sec() / 1e12:.0f} TFLOP/s (assumed)",
+    ]
+    return "\n".join(lines)

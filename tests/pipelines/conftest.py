@@ -5,7 +5,6 @@ The path to the toys is in the environment before any test starts Ray: its worke
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable
@@ -23,7 +22,7 @@ os.environ.pop("MLFLOW_TRACKING_URI", None)
 sys.path.append(str(TOYS))
 
 from data_prep.files import Store, open_store  # noqa: E402
-from pipelines import cli, describe  # noqa: E402
+from pipelines import cli  # noqa: E402
 
 
 @pytest.fixture
@@ -31,8 +30,7 @@ def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     """command(script, *arguments) -> (exit code, stdout, stderr), on the debug config with its storage in tmp_path."""
 
     def call(script: str, *arguments: str) -> tuple[int, str, str]:
-        main = describe.main if script == "describe.py" else functools.partial(cli.main, prog=script)
-        code = main(["--config", "debug", f"storage={tmp_path / 'runs'}", *arguments])
+        code = cli.main(["--config", "debug", f"storage={tmp_path / 'runs'}", *arguments], prog=script)
         return code, *capsys.readouterr()
 
     return call
