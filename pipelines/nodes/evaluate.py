@@ -4,7 +4,7 @@ Images are scored in chunks of evaluate.batch_size, each written to its own Parq
 attempt scores the rest. Who scores a chunk changes nothing. Nothing here grows with the number of images but one number
 for each image and stage.
 
-    scores/<first>-<end>.parquet   key; of each stage nats: each slice's R, G, B, in subscale order
+    scores/<first>-<end>.parquet   key; of each stage nats: R, G, B of each slice that it answers for
                                    the first chunk also: STAGE/float32, STAGE/raw (below)
 """
 
@@ -35,7 +35,7 @@ from pipelines.nodes.registry import StageModel, register
 from pipelines.nodes.trained import checkpoint_uri, load_stage_configs, load_stages
 from pipelines.nodes.workers import each, gang, gang_name
 from spn.config import SPNConfig, first_given
-from spn.evaluation import Forward, bits_per_dim, stage_nats
+from spn.evaluation import Forward, bits_per_dim, scored_slices, stage_nats
 from spn.model import SPN
 
 RESULTS, PER_IMAGE, SCORES = "results.json", "per_image.parquet", "scores"
@@ -74,7 +74,6 @@ class Results(TypedDict):
     generated_bits: int
     raw_entropy: float
     png: float
-    size_upscale_as_plain_spn: NotRequired[float]
     precision: str
     in_float32: NotRequired[Difference]
     with_raw_weights: Difference
@@ -119,8 +118,6 @@ def run(context: NodeContext[ScoringConfig]) -> NodeResult:
         precision=config.precision if config.resources.use_gpu else "float32",
         with_raw_weights=scores.difference(RAW),
     )
-    if first_given("size_upscale", stages):
-        results["size_upscale_as_plain_spn"] = float(scores.mean("size_upscale").sum())
     if results["precision"] == "bfloat16":
         results["in_float32"] = scores.difference(FLOAT32)
     store.write_text(RESULTS, json.dumps(results, indent=1))
@@ -167,11 +164,11 @@ def _part(scores: Scores, stage: str, seen: np.ndarray, seen_first: np.ndarray, 
     seen, seen_first: counts of all values of the test images, and of those in slice (0, 0).
     """
     config = scores.configs[stage]
-    given = first_given(stage, scores.configs)
-    counts = seen_first if config.stage == "first_slice" else seen - seen_first if given else seen
+    rest = seen - seen_first if first_given(stage, scores.configs) else seen
+    counts = seen_first if config.stage == "first_slice" else rest
     share = counts.sum() / seen.sum()
     nats = histogram.nats(counts, given_bits=config.num_given_bits, num_bits=config.num_bits)
-    means = scores.mean(stage)[1 if given else 0 :]
+    means = scores.mean(stage)
     return Part(
         bits_per_dim=float(means.sum()),
         standard_error=standard_error(scores.of(stage)),
@@ -231,7 +228,7 @@ class Scores:
         for column in table.column_names[1:]:
             stage = column.partition("/")[0]
             bits = unit * table.column(column).combine_chunks().flatten().to_numpy().reshape(len(table), -1, 3)
-            own[column] = bits[:, 1 if first_given(stage, self.configs) else 0 :].sum((1, 2))
+            own[column] = bits.sum((1, 2))
             sums[column] = bits.sum(0)
             total = "total" + column.removeprefix(stage)
             own[total] = own.get(total, 0) + own[column]
@@ -247,7 +244,7 @@ class Scores:
         return pa.table({"key": keys, **{part: self.of(part) for part in (*self.configs, "total")}})
 
     def mean(self, stage: str) -> np.ndarray:
-        """[slices, 3] over all images; also of a slice that the chain takes from another network."""
+        """[slices, 3] over all images."""
         return np.sum([self._chunks[start][1][stage] for start in sorted(self._chunks)], axis=0) / len(self.of(stage))
 
     def difference(self, other: str) -> Difference:
@@ -306,7 +303,7 @@ class ScoringWorker:
         """{stage: float64 [n, slices, 3]} of 8-bit images."""
         image, nats = torch.from_numpy(images.copy()).to(self.device).permute(0, 3, 1, 2).long(), {}
         for stage, model in models.items():
-            slices = range(1 if model.config.stage == "first_slice" else model.config.num_slices)
+            slices = scored_slices(model, first_given=first_given(stage, models))
             with torch.autocast(self.device, dtype=torch.bfloat16, enabled=in_bfloat16):
                 nats[stage] = stage_nats(model, image, slices=slices, forward=forwards[stage]).cpu().numpy()
         return nats

@@ -83,11 +83,6 @@ def _bits_section(results: Results, stages: Sequence[str]) -> str:
         "bits): nats of every dim summed and divided once by the dims of the full image, so the parts add up. The "
         "standard error is over images."
     ]
-    if "size_upscale_as_plain_spn" in results:
-        notes.append(
-            "size_upscale scored on all slices, as a model of its own without first_slice: "
-            f"{results['size_upscale_as_plain_spn']:.3f} bits/dim."
-        )
     for found, how in (
         (results.get("in_float32"), "in float32"),
         (results.get("with_raw_weights"), "with raw instead of averaged weights"),
