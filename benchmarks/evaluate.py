@@ -27,6 +27,8 @@ from pipelines.config import ExperimentConfig, NodeResources, ScoringConfig, sta
 from pipelines.loading import load
 from pipelines.nodes.evaluate import ScoringJob, ScoringWorker
 from spn.bitdepth import stage_values
+from spn.config import first_given
+from spn.evaluation import scored_slices
 from spn.model import SPN
 from spn.ordering import image_to_slices
 
@@ -81,14 +83,14 @@ def measure(config: ExperimentConfig, *, chunks: int, device: str) -> dict[str, 
 
 @torch.no_grad()
 def forward_seconds(worker: ScoringWorker, images: np.ndarray) -> float:
-    """Of all slices of all stages, logits alone."""
+    """Of the slices that are scored, logits alone."""
     image = torch.from_numpy(images.copy()).to(worker.device).permute(0, 3, 1, 2).long()
     work = []
     for stage, model in worker.models.items():
         config = model.config
         values, given = stage_values(image, stored_bits=8, given_bits=config.num_given_bits, num_bits=config.num_bits)
         cut = [None if part is None else image_to_slices(part, config.scaling_factor) for part in (values, given)]
-        for number in range(1 if config.stage == "first_slice" else config.num_slices):
+        for number in scored_slices(model, first_given=first_given(stage, worker.models)):
             work.append(
                 (worker.forwards[stage], cut[0], torch.full((len(image),), number, device=image.device), cut[1])
             )
