@@ -38,15 +38,10 @@ __all__ += ["describe", "find", "identify", "root_of"]
 BUILT_IN_PHOTOS = pathlib.Path(__file__).parents[1] / "demo_photos"
 
 _PLAIN = ("hf_parquet", "webdataset")  # whatever the data set
-_UNPACK, _EXPORT = "unpack them", "write their images as files, or into a WebDataset"
-_ARCHIVES = dict.fromkeys(".zip .gz .tgz .bz2 .xz .zst .rar .7z".split(), _UNPACK)  # and what to do with them
-_ARCHIVES |= dict.fromkeys(
-    ".npy .npz .mdb .lmdb .h5 .hdf5 .mat .arrow .tfrecord .tfrecords .pkl .pt .bin .rec".split(), _EXPORT
+_ARCHIVES = frozenset(
+    ".zip .gz .tgz .bz2 .xz .zst .rar .7z .tar .npy .npz .mdb .lmdb .h5 .hdf5 .mat .arrow .parquet .tfrecord .tfrecords "
+    ".pkl .pt .bin .rec".split()
 )
-_ARCHIVES[".parquet"] = "none of their columns holds encoded images"
-_ARCHIVES[".tar"] = "they do not begin with images, or are compressed (source=webdataset reads all of them)"
-_ADVICE = _ARCHIVES | dict.fromkeys(".mp4 .mov .avi .mkv .webm".split(), "extract their frames")
-_ADVICE |= dict.fromkeys(".ppm .pgm .tga .psd .svg .exr".split(), "convert them to JPEG or PNG")
 _MAX_SUFFIXES = 50  # of which a file is looked into
 
 
@@ -186,8 +181,7 @@ def _what_is_there(listing: Listing) -> str:
     kinds = Counter(_suffix(file.path) or "without a suffix" for file in listing.files)
     if not kinds:
         return "; it is empty"
-    advice = " and ".join(dict.fromkeys(_ADVICE[kind] for kind in kinds if kind in _ADVICE))
+    advice = "unpack archives, and write what other files hold as JPEG or PNG files, or as a WebDataset"
     if unnamed := _unnamed_images(listing, [file.path for file in listing.files]):
         advice = f"{unnamed[0]} is an image: rename such files to .jpg"
-    there = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(3))
-    return f"; it has {there}" + (f": {advice}" if advice else "")
+    return f"; it has {', '.join(f'{count} {kind}' for kind, count in kinds.most_common(3))}: {advice}"
