@@ -39,8 +39,8 @@ BUILT_IN_PHOTOS = pathlib.Path(__file__).parents[1] / "demo_photos"
 
 _PLAIN = ("hf_parquet", "webdataset")  # whatever the data set
 _ARCHIVES = frozenset(
-    ".zip .gz .tgz .bz2 .xz .zst .rar .7z .tar .npy .npz .mdb .lmdb .h5 .hdf5 .mat .arrow .parquet .tfrecord .tfrecords "
-    ".pkl .pt .bin .rec".split()
+    ".zip .gz .tgz .bz2 .xz .zst .rar .7z .tar .npy .npz .mdb .lmdb .h5 .hdf5 .mat .arrow .parquet .tfrecord "
+    ".tfrecords .pkl .pt .bin .rec".split()
 )
 _MAX_SUFFIXES = 50  # of which a file is looked into
 
