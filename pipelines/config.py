@@ -228,14 +228,10 @@ class TrainNodeConfig:
     init_from: str | None = field(default=None, metadata=NOT_SEMANTIC)  # its weights are the node's source
     stored_bits: int  # bit depth of the Parquet files that are read
     seed: int
-    valid_seed: int | None = None  # decides the validation images; None: seed
+    valid_seed: int  # decides the validation images
     first_given: bool = False  # the chain takes slice (0, 0) from elsewhere
     resources: NodeResources = field(metadata=NOT_SEMANTIC)
     samples: TrainingSamples | None = field(default=None, metadata=NOT_SEMANTIC)
-
-    @property
-    def valid_order(self) -> int:
-        return self.seed if self.valid_seed is None else self.valid_seed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,9 +84,9 @@ def nodes(
         unreadable = str(error)
     prepare = dataclasses.replace(_prepare_data(config, reader, source), unreadable=unreadable)
     if images is not None:
-        reads_them = _score_images if images.node == SCORE_IMAGES else _sample_images
+        reads_them = _evaluate if images.node == SCORE_IMAGES else _sample
         trains = [_train(config, stage, listed) for stage in images.stages]
-        return [prepare, *trains, reads_them(config, images)]
+        return [prepare, *trains, reads_them(config, images.stages, images)]
     stages = stage_names(config)
     return [
         prepare,
@@ -169,7 +169,7 @@ def _train(config: ExperimentConfig, stage: str, listed: bool) -> Node:
             init_from=train.init_from,
             stored_bits=stored_bits,
             seed=config.seed,
-            valid_seed=None if train.num_valid_images is None or config.data.seed == config.seed else config.data.seed,
+            valid_seed=config.data.seed,
             first_given=first_given(stage, stage_names(config)),
             resources=resources,
             samples=samples,
@@ -197,70 +197,49 @@ def _finished_training(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     return EXTEND
 
 
-def _evaluate(config: ExperimentConfig, stages: list[str]) -> Node:
-    scoring = _scoring(config, stages, dataset=config.data.dataset)
+def _evaluate(config: ExperimentConfig, stages: Sequence[str], images: UserImages | None = None) -> Node:
+    """evaluate; with the user's images score_images."""
+    resources, trains = config.resources.per_node["evaluate"], tuple(map(train_node, stages))
+    scoring = ScoringConfig(
+        stages=tuple(stages),
+        dataset=config.data.dataset if images is None else "",
+        resources=resources,
+        images=images,
+        **vars(_on_its_device(config).evaluate),
+    )
+    reads = _weights(stages)
+    if images is None:
+        reads = _weights(stages, "model.safetensors") | _shards(config.data.image_size, 8, "train", "test")
     return Node(
-        name="evaluate",
-        function="pipelines.nodes.evaluate:run",
-        needs=("prepare_data", *map(train_node, stages)),
-        reads=_weights(stages, "model.safetensors") | _shards(config.data.image_size, 8, "train", "test"),
+        name="evaluate" if images is None else SCORE_IMAGES,
+        function="pipelines.nodes.evaluate:run" if images is None else "pipelines.nodes.images:score",
+        needs=("prepare_data", *trains) if images is None else trains,
+        reads=reads,
         config=scoring,
-        **_shared_out(scoring.resources),
+        source="" if images is None else images.digest,
+        **_shared_out(resources),
     )
 
 
-def _score_images(config: ExperimentConfig, images: UserImages) -> Node:
-    scoring = _scoring(config, images.stages, images=images)
-    return Node(
-        name=SCORE_IMAGES,
-        function="pipelines.nodes.images:score",
-        needs=tuple(map(train_node, images.stages)),
-        reads=_weights(images.stages),
-        config=scoring,
-        source=images.digest,
-        **_shared_out(scoring.resources),
-    )
-
-
-def _scoring(config: ExperimentConfig, stages: Sequence[str], **more: Any) -> ScoringConfig:
-    resources = config.resources.per_node["evaluate"]
-    return ScoringConfig(stages=tuple(stages), resources=resources, **vars(_on_its_device(config).evaluate), **more)
-
-
-def _sample(config: ExperimentConfig, stages: list[str]) -> Node:
-    drawing = _drawing(config, stages)
-    return Node(
-        name="sample",
-        function="pipelines.nodes.sample:run",
-        needs=tuple(map(train_node, stages)),
-        reads=_weights(stages),
-        config=drawing,
-        **_shared_out(drawing.resources),
-    )
-
-
-def _sample_images(config: ExperimentConfig, images: UserImages) -> Node:
-    drawing = _drawing(config, images.stages, num_images=len(images.keys), images=images)
-    return Node(
-        name=SAMPLE_IMAGES,
-        function="pipelines.nodes.images:sample",
-        needs=tuple(map(train_node, images.stages)),
-        reads=_weights(images.stages),
-        config=drawing,
-        source=images.digest,
-        tags={"use": str(config.sample.use)},
-        **_shared_out(drawing.resources),
-    )
-
-
-def _drawing(config: ExperimentConfig, stages: Sequence[str], **more: Any) -> DrawingConfig:
+def _sample(config: ExperimentConfig, stages: Sequence[str], images: UserImages | None = None) -> Node:
+    """sample; with the user's images sample_images."""
     sample, resources = _on_its_device(config).sample, config.resources.per_node["sample"]
     chosen: dict[str, Any] = {
         **vars(sample),
+        "num_images": sample.num_images if images is None else len(images.keys),
         "temperature": {stage: sample.temperature[stage] for stage in stages},
         "top_p": {stage: sample.top_p[stage] for stage in stages},
     }
-    return DrawingConfig(stages=tuple(stages), resources=resources, **chosen | more)
+    return Node(
+        name="sample" if images is None else SAMPLE_IMAGES,
+        function="pipelines.nodes.sample:run" if images is None else "pipelines.nodes.images:sample",
+        needs=tuple(map(train_node, stages)),
+        reads=_weights(stages),
+        config=DrawingConfig(stages=tuple(stages), resources=resources, images=images, **chosen),
+        source="" if images is None else images.digest,
+        tags={} if images is None else {"use": str(sample.use)},
+        **_shared_out(resources),
+    )
 
 
 def _on_its_device(config: ExperimentConfig) -> ExperimentConfig:

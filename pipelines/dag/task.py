@@ -25,22 +25,9 @@ from pipelines.dag.attempts import Success
 from pipelines.dag.masking import Masked, mask
 from pipelines.dag.node import NodeContext, NodeResult, Picture
 
-_INFRASTRUCTURE = {  # of ray.exceptions: a process, a machine or what Ray kept there is gone
-    "WorkerCrashedError",
-    "NodeDiedError",
-    "OutOfMemoryError",
-    "RayActorError",
-    "ObjectLostError",
-    "LocalRayletDiedError",
-    "RaySystemError",
-    "RpcError",
-    "TaskPlacementGroupRemoved",
-    "ActorPlacementGroupRemoved",
-    "WorkerHealthCheckTimeoutError",  # from here on of Ray Train
-    "WorkerGroupStartupFailedError",
-    "WorkerGroupStartupTimeoutError",
-    "PreemptionError",
-}
+# Errors of Ray and Ray Train themselves: a process, a machine or what Ray kept there is gone. These are the exceptions.
+_OF_RAY = {"RayError", "RayTrainError"}
+_NOTHING_IS_GONE = {"RayTaskError", "UserCodeException", "TaskCancelledError", "OutOfDiskError"}
 # When one training worker ends, for whatever reason, the others fail in the middle of communicating with it.
 _PEER_GONE = re.compile(r"gloo/transport|connection (closed|reset) by peer|nccl|broken pipe", re.IGNORECASE)
 
@@ -204,7 +191,8 @@ def _parts(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_fault(error: BaseException) -> bool:
-    return not _kinds(error).isdisjoint(_INFRASTRUCTURE) or is_transient(error)
+    kinds = _kinds(error)
+    return (bool(kinds & _OF_RAY) and not kinds & _NOTHING_IS_GONE) or is_transient(error)
 
 
 def _has_lost_peer(error: BaseException) -> bool:

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
-import pyarrow.parquet as pq
 
 from data_prep import images, parquet
 from data_prep.config import DataConfig
@@ -40,7 +39,7 @@ from pipelines.nodes.sample import ANIMATION, Job, ToDraw, counts, draw, read_ch
 from pipelines.nodes.trained import load_stage_configs
 from spn.config import SPNConfig
 
-FOLDER, RECORD, GRID, TABLE, CSV = "user_images", "record.json", "grid.png", "scores.parquet", "scores.csv"
+FOLDER, RECORD, GRID, CSV = "user_images", "record.json", "grid.png", "scores.csv"
 NUM_SHOWN = 16  # images in the grid, with all their draws
 NOT_RGB = {  # conversions that a dataset would flag, and that nobody should find in an exact result
     "bit_depth_16": "has 16 bits per channel",
@@ -89,13 +88,9 @@ def score(context: NodeContext[ScoringConfig]) -> NodeResult:
     job = ScoringJob(config, context.inputs, context.out, read)
     table = score_chunks(job, len(user.keys), progress=context.progress).table()
     store = open_store(context.out).sub(FOLDER)
-    for name, write, keys in (
-        (TABLE, pq.write_table, list(user.keys)),
-        (CSV, pyarrow.csv.write_csv, [csv_text(key) for key in user.keys]),
-    ):
-        buffer = pa.BufferOutputStream()
-        write(table.set_column(0, "key", pa.array(keys)), buffer)
-        store.write_bytes(name, buffer.getvalue().to_pybytes())
+    buffer = pa.BufferOutputStream()
+    pyarrow.csv.write_csv(table.set_column(0, "key", pa.array(map(csv_text, user.keys))), buffer)
+    store.write_bytes(CSV, buffer.getvalue().to_pybytes())
     networks = {stage: context.inputs[train_node(stage)].attempt for stage in config.stages}
     how = {"use": "scores", "stages": config.stages, "bits": user.num_bits, "batch_size": config.batch_size}
     store.write_text(RECORD, json.dumps({**how, "networks": networks, "images": _named_digests(user)}, indent=1))

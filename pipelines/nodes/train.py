@@ -105,7 +105,7 @@ def run(context: NodeContext[TrainNodeConfig]) -> NodeResult:
 def valid_images_digest(dataset: Dataset, config: TrainNodeConfig, num_images: int) -> str:
     """Equal for trainings of any seed and any stage that validate on the same images."""
     whole = dataset.split_digest(resolution=config.model.image_size, bits=8, split="valid")
-    return hashlib.sha256(f"{whole} {config.valid_order} {num_images}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{whole} {config.valid_seed} {num_images}".encode()).hexdigest()[:32]
 
 
 def _trainer(
@@ -132,7 +132,7 @@ def _trainer(
     train_data = functools.partial(
         stream, split="train", seed=config.seed, start_row=start, num_rows=num_rows, rows_per_block=rows
     )
-    valid_data = functools.partial(stream, split="valid", seed=config.valid_order, start_row=0, num_rows=num_valid)
+    valid_data = functools.partial(stream, split="valid", seed=config.valid_seed, start_row=0, num_rows=num_valid)
     recorded = recorded_micro_batch(store, train, num_workers=resources.num_workers)
     return DataParallelTrainer(
         functools.partial(train_worker, context, recorded),

@@ -54,6 +54,7 @@ def node(model: SPNConfig, **settings: Any) -> TrainNodeConfig:
         train=TrainConfig(**settings),
         stored_bits=8,
         seed=0,
+        valid_seed=0,
         resources=NodeResources(),
     )
 
@@ -362,8 +363,8 @@ def test_the_validation_images_follow_from_the_data_alone(monkeypatch: pytest.Mo
         return [each.config for each in pipeline.nodes(load("debug", overrides)) if each.name.startswith("train_")]
 
     digests = {train.valid_images_digest(whole, each, 8) for each in (*trains(), *trains("seed=1"))}
-    assert {each.valid_order for each in (*trains(), *trains("seed=1"))} == {0} and len(digests) == 1
-    assert {each.valid_order for each in trains("data.seed=1")} == {1}
+    assert {each.valid_seed for each in (*trains(), *trains("seed=1"))} == {0} and len(digests) == 1
+    assert {each.valid_seed for each in trains("data.seed=1")} == {1}
     assert [each.first_given for each in trains()] == [False, True, False]
 
 
