@@ -231,12 +231,6 @@ def test_plan_depends_on_config_and_source_but_not_on_the_place(config: DataConf
     assert make_plan(moved, sources.find(moved)).hash != plan.hash
 
 
-def test_training_needs_a_photo(config: DataConfig):
-    greedy = dataclasses.replace(config, num_test_photos=10)
-    with pytest.raises(ValueError, match="num_valid_photos \\+ num_test_photos is 12; the source has 12 photos"):
-        make_plan(greedy, sources.find(greedy))
-
-
 def test_archives_are_built_like_folders_and_nothing_is_lost(config: DataConfig, tmp_path: pathlib.Path):
     """A duplicate shares its key with an image that is used; both are in the books."""
     root = tmp_path / "tars"

@@ -10,7 +10,6 @@ import dataclasses
 import errno
 import io
 import pathlib
-import pickle
 import zipfile
 from collections.abc import Callable
 
@@ -20,11 +19,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep import sources
-from data_prep.build import build, write_shard
+from data_prep.build import build
 from data_prep.config import DataConfig
 from data_prep.files import Store
 from data_prep.plan import make_plan
-from data_prep.sources.base import Unplannable, UnusableSource
+from data_prep.sources.base import UnusableSource
 
 NO_TEXT = b"\xff\xfe1\n2\n"
 
@@ -139,26 +138,9 @@ def damaged_table(root: pathlib.Path, jpegs: list) -> DataConfig:
     return config(root)
 
 
-def test_what_only_a_shard_finds_damaged_is_handed_on_as_such(tmp_path: pathlib.Path, jpegs: list) -> None:
-    (tmp_path / "raw").mkdir()
-    made = damaged_table(tmp_path / "raw", jpegs)
-    (shard,) = make_plan(made, sources.find(made)).shards
-    task = {"shard": pickle.dumps(shard)}
-    answer = write_shard(task, config=made, source=("hf_parquet", made.root), out=str(tmp_path / "set"), plan_hash="h")
-    assert list(answer) == ["unusable"] and "part.parquet: row group 0: " in answer["unusable"]
-
-
 @pytest.mark.usefixtures("ray_session")
 def test_the_build_ends_with_what_a_shard_found(tmp_path: pathlib.Path, jpegs: list) -> None:
     (tmp_path / "raw").mkdir()
     made = damaged_table(tmp_path / "raw", jpegs)
     with pytest.raises(UnusableSource, match="^corrupt_source_file: part.parquet: row group 0: "):
         build(made, out=str(tmp_path / "set"), progress=lambda *_: None)
-
-
-def test_a_configuration_that_the_source_does_not_allow_is_no_unusable_source(
-    tmp_path: pathlib.Path, jpegs: list
-) -> None:
-    made = dataclasses.replace(photos(tmp_path, jpegs), split="by_photo", split_file=None, num_valid_photos=2)
-    with pytest.raises(Unplannable, match="^num_valid_photos"):
-        make_plan(made, sources.find(made))

@@ -76,25 +76,6 @@ def test_slot_tensor_is_what_the_paper_says(stage, scaling_factor, tiny_spn, ran
             assert torch.equal(actual[b], expected)
 
 
-@pytest.mark.parametrize("scaling_factor", [2, 3, 4])
-def test_changing_the_target_shifts_nothing_else(scaling_factor, tiny_spn, random_values):
-    """Between two targets a slot differs only by which slice is at its relative position: with one picture in every
-    slice, all slots filled for both are equal, all padding is zero, and the rest of the channels is the meta-position.
-    """
-    model = tiny_spn("size_upscale", seed=0, image_size=2 * scaling_factor, scaling_factor=scaling_factor, num_bits=2)
-    num_slices, picture = scaling_factor**2, random_values(1, 2, 3, 2, 2)
-    slices = picture.expand(num_slices, num_slices, 3, 2, 2)
-    with torch.no_grad():
-        out = model.embedder.slots(slices, torch.arange(num_slices), None)
-    slots, meta = out[..., :-8].unflatten(-1, (-1, 24)), out[..., -8:]
-    filled = model.embedder.sources != num_slices
-    for slot in range(slots.shape[3]):
-        used = slots[filled[:, slot], :, :, slot]
-        assert len(used) > 0 and (used == used[0]).all() and (used[0] != 0).all()
-        assert (slots[~filled[:, slot], :, :, slot] == 0).all()
-    assert torch.equal(meta, model.embedder.meta_position.weight[:, None, None].expand(-1, 2, 2, -1))
-
-
 def equal_embeddings(model: SPN, slices_at: dict[tuple[int, int], Tensor], targets: list[int]) -> float:
     """Largest difference of s between targets that see the same slices at the same offsets.
 

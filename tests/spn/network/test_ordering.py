@@ -27,13 +27,6 @@ def test_cutting_and_joining_are_exact_inverses(scaling_factor, height, width, d
     assert torch.equal(image_to_slices(slices_to_image(other, scaling_factor), scaling_factor), other)
 
 
-@pytest.mark.parametrize(("scaling_factor", "height", "width"), SHAPES)
-def test_every_pixel_is_in_one_slice_once(scaling_factor, height, width):
-    image = torch.arange(3 * height * width).view(1, 3, height, width)
-    slices = image_to_slices(image, scaling_factor)
-    assert sorted(slices.flatten().tolist()) == list(range(3 * height * width))
-
-
 def test_a_4x4_image_by_hand():
     """The paper's figure of the subscale ordering, S = 2: the step at which each pixel is generated.
 
@@ -75,17 +68,6 @@ def test_an_image_that_the_factor_does_not_divide_is_refused(height, width):
         image_to_slices(torch.zeros(1, 3, height, width), 4)
 
 
-@pytest.mark.parametrize(("scaling_factor", "number"), [(1, 0), (2, 4), (3, 12), (4, 24), (8, 112)])
-def test_number_of_slots(scaling_factor, number):
-    """2 S (S - 1) different offsets, each to a slice that is earlier in raster order."""
-    offsets = slot_offsets(scaling_factor)
-    assert len(offsets) == len(set(offsets)) == number == 2 * scaling_factor * (scaling_factor - 1)
-    reach = scaling_factor - 1
-    for di, dj in offsets:
-        assert -reach <= di <= 0 and -reach <= dj <= reach
-        assert di < 0 or dj < 0, "the slice itself or a later one"
-
-
 @pytest.mark.parametrize("scaling_factor", [1, 2, 3, 4, 8])
 def test_slots_hold_exactly_the_earlier_slices(scaling_factor):
     """For each target every earlier slice once, no later one, not the target itself; the rest is padding."""
@@ -94,18 +76,6 @@ def test_slots_hold_exactly_the_earlier_slices(scaling_factor):
     assert sources.shape == (num_slices, 2 * scaling_factor * (scaling_factor - 1))
     for target, row in enumerate(sources.tolist()):
         assert sorted(s for s in row if s != num_slices) == list(range(target))
-
-
-@pytest.mark.parametrize("scaling_factor", [2, 3, 4, 8])
-def test_a_slot_holds_one_relative_position(scaling_factor):
-    """The slice directly above is in the same slot for every target, and so is every other neighbour."""
-    num_slices = scaling_factor**2
-    sources, offsets = slot_sources(scaling_factor), slot_offsets(scaling_factor)
-    for target in range(num_slices):
-        for source, offset in zip(sources[target].tolist(), offsets, strict=True):
-            if source != num_slices:
-                i, j = divmod(source, scaling_factor)
-                assert (i - target // scaling_factor, j - target % scaling_factor) == offset
 
 
 def test_slots_of_two_by_two_by_hand():
