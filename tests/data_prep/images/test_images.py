@@ -81,13 +81,6 @@ def test_golden_pngs(shared: pathlib.Path) -> None:
             assert sha256(np.rint(resized).astype(np.uint8)) == out["sha256_rint_u8"]
 
 
-def test_golden_formula_images(shared: pathlib.Path) -> None:
-    cases = json.loads((shared / "golden_resize" / "manifest.json").read_text())["synthetic"]
-    for case in cases:
-        resized = resize_area(formula_image(case["h"], case["w"]), [(case["oh"], case["ow"])])[0]
-        assert sha256(resized) == case["sha256_f32"], case["key"]
-
-
 def test_golden_jpegs_end_to_end(shared: pathlib.Path) -> None:
     """Both DCTs decode as TensorFlow does; the tf profile is TensorFlow's decode, crop, resize and cast."""
     folder = shared / "golden_resize"
@@ -226,13 +219,6 @@ def test_flags_round_trip() -> None:
 
 
 # ---- choices beyond the profile ------------------------------------------------------------------------------------
-
-
-def test_a_square_may_be_squashed() -> None:
-    pixels = formula_image(60, 90)
-    squashed = images.resize_squares(pixels, [16, 8], profile="tf")
-    for side in (16, 8):
-        assert np.array_equal(squashed[side], resize_area(pixels, [(side, side)])[0].astype(np.uint8))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -73,12 +73,6 @@ def test_of_equally_likely_values_the_smaller_is_in_the_nucleus():
     assert counts(torch.tensor([0.0, 1.0, 0.0, 1.0]), top_p=1e-9).nonzero().flatten().tolist() == [1]
 
 
-def test_the_nucleus_is_that_of_the_tempered_distribution():
-    logits = torch.tensor([0.0, 1.0, 2.0, 3.0])
-    assert len(counts(logits, 0.1, 0.9).nonzero()) == 1
-    assert len(counts(logits, 10.0, 0.9).nonzero()) == 4
-
-
 def test_top_p_of_one_changes_no_draw():
     logits = torch.randn((500, 256), generator=torch.Generator().manual_seed(0))
     uniform = torch.rand(500, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
