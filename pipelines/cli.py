@@ -139,7 +139,7 @@ def _run(arguments: argparse.Namespace) -> int:
             raise UserError(f"--stage {arguments.stage}: config {config.name} has no such stage; {hint}")
         only = (train_node(arguments.stage),)
     runs = (images.node,) if images is not None else only
-    print_notes(config, arguments, reads=lambda config: what_runs(config, only=runs, images=images))
+    print_notes(config, arguments, only=runs, images=images)
     chosen = {"only": only, "overrides": arguments.overrides, **chosen}
     return start(config, **chosen, dry_run=arguments.dry_run, images=images)
 
@@ -153,7 +153,6 @@ def _load(arguments: argparse.Namespace) -> ExperimentConfig:
 
 def _describe(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides)
-    print_notes(config, arguments, reads=inspection.describe)
     found = inspection.describe(config)
     print(json.dumps(found, indent=2) if arguments.json else inspection.described(found))
     return 0
@@ -193,7 +192,7 @@ def _output(arguments: argparse.Namespace, what: str) -> Store:
 def _config_of_pipeline(arguments: argparse.Namespace) -> ExperimentConfig:
     config = _load(arguments)
     _user_images(config, ())  # refuses them
-    print_notes(config, arguments, reads=what_runs)
+    print_notes(config, arguments)
     return config
 
 
@@ -247,22 +246,20 @@ def _names(option: str, values: Sequence[str]) -> tuple[str, ...]:
 # ---- overrides without effect -----------------------------------------------------------------------------------
 
 
-def print_notes(
-    config: ExperimentConfig, arguments: argparse.Namespace, *, reads: Callable[[ExperimentConfig], Any]
-) -> None:
+def print_notes(config: ExperimentConfig, arguments: argparse.Namespace, **chosen: Any) -> None:
     """Says on stderr which overrides have no effect, so that nobody waits for one. They are no mistakes: a script may
     give several commands the same settings. An override that repeats what is set anyway is passed over.
 
-    reads: what the command makes of a config, as a value that can be compared to that without the override.
+    chosen: what the command runs, of `what_runs`.
     """
-    now = reads(config) if arguments.overrides else None
+    now = what_runs(config, **chosen) if arguments.overrides else None
     idle = []
     for key in dict.fromkeys(map(key_of, arguments.overrides)):
         try:
             without = load(arguments.config, [other for other in arguments.overrides if key_of(other) != key])
         except UserError:  # needed
             continue
-        if without != config and stage_names(without) == stage_names(config) and reads(without) == now:
+        if without != config and stage_names(without) == stage_names(config) and what_runs(without, **chosen) == now:
             idle.append(key)
     if idle:
         have = "has" if len(idle) == 1 else "have"

@@ -66,7 +66,6 @@ class Success:
         return NodeOutput(
             uri=store.uri_of(self.folder),
             named=dict(self.named),
-            metrics=dict(self.metrics),
             attempt=self.attempt,
             mlflow_run_id=self.mlflow_run_id,
         )

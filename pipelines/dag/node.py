@@ -61,7 +61,6 @@ class NodeOutput:
 
     uri: str  # the attempt's folder
     named: Mapping[str, str]  # name -> path relative to uri
-    metrics: Mapping[str, float]
     attempt: str
     mlflow_run_id: str | None = None
 

@@ -262,7 +262,7 @@ class _Engine:
         if decision.attempt:
             with contextlib.suppress(FileNotFoundError, ValueError):
                 before = json.loads(store.read_bytes(posixpath.join(folder, attempts.STARTED)))
-        starts, now = before.get("starts", []), attempts.utc_now()
+        starts = before.get("starts", [])
         handle = self.tracker.start_node(
             node.name,
             tags=self._tags(decision, attempt),
@@ -270,9 +270,7 @@ class _Engine:
             continue_id=before.get("mlflow_run_id"),
         )
         started = {
-            "node": node.name,
-            "started": before.get("started") or now,
-            "starts": [*starts, now],
+            "starts": [*starts, attempts.utc_now()],  # the first, and after each interruption
             "ingredients": decision.ingredients,
             "mlflow_run_id": handle.run_id,
             "lock": self.lock.token if self.lock is not None else None,  # whose work it is

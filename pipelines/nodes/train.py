@@ -40,7 +40,7 @@ from data_prep.parquet import Dataset, draws, open_dataset
 from pipelines.config import TrainNodeConfig
 from pipelines.dag.node import NodeContext, NodeResult
 from pipelines.nodes.memory import free_memory, halved, largest_that_fits, naming
-from pipelines.nodes.trained import check_start_weights, start_weights_of
+from pipelines.nodes.trained import start_weights_of
 from spn.bitdepth import stage_values
 from spn.checkpoint import CONFIG, load_trainer, load_weights, save_checkpoint
 from spn.config import TrainConfig
@@ -71,9 +71,6 @@ def run(context: NodeContext[TrainNodeConfig]) -> NodeResult:
     for line in lines:
         print(line)  # to the attempt's log, and to the screen
         context.progress.update(0, config.train.num_steps * config.train.batch_size, unit="slices", note=line)
-    # A training that has a checkpoint of its own does not read these weights again, and they may be gone.
-    if config.init_from is not None and step == 0:
-        check_start_weights(config.init_from, config.model)
     num_valid = min(config.train.num_valid_images or dataset.num_images("valid"), dataset.num_images("valid"))
 
     def log_inputs() -> None:

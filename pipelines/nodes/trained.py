@@ -48,21 +48,21 @@ def load_stage_configs(inputs: Mapping[str, NodeOutput], stages: Sequence[str]) 
     return {stage: _read(checkpoint_uri(inputs[f"train_{stage}"]), load_config) for stage in stages}
 
 
-def check_start_weights(uri: str, config: SPNConfig) -> None:
-    """Raises UserError if a path or URI holds no checkpoint, or that of another network. It reads little."""
+def start_weights_of(uri: str, config: SPNConfig) -> dict[str, Tensor]:
+    """Averaged weights of the checkpoint folder at a path or URI. Raises UserError for no checkpoint or that of another
+    network."""
+
+    def load(folder: Path) -> dict[str, Tensor]:
+        check_start(folder, config)
+        return load_weights(folder, averaged=True)
+
     for name in (CONFIG, EMA):
         if not open_store(uri).exists(name):
             raise UserError(f"train.init_from: {uri} has no {name}; it must be the folder of a checkpoint{_KEPT}")
     try:
-        _read(uri, lambda folder: check_start(folder, config))
+        return _read(uri, load, EMA)
     except (ValueError, KeyError, TypeError) as error:  # also of a config.json that is something else
         raise UserError(f"train.init_from: {uri}: {error}") from error
-
-
-def start_weights_of(uri: str, config: SPNConfig) -> dict[str, Tensor]:
-    """Averaged weights of the checkpoint folder at a path or URI. Raises UserError as above."""
-    check_start_weights(uri, config)
-    return _read(uri, functools.partial(load_weights, averaged=True), EMA)
 
 
 def _read(uri: str, load: Callable[[Path], T], *names: str) -> T:

@@ -379,8 +379,7 @@ def said(cached_load: None, capsys: pytest.CaptureFixture[str]) -> Said:
 
     def say(*overrides: str, only: str = "") -> list[str]:
         arguments = argparse.Namespace(config="debug", overrides=overrides, command="it")
-        reads = functools.partial(cli.what_runs, only=(only,) if only else ())
-        cli.print_notes(loaded_once("debug", overrides), arguments, reads=reads)
+        cli.print_notes(loaded_once("debug", overrides), arguments, only=(only,) if only else ())
         err = capsys.readouterr().err
         keys = re.fullmatch(r"(?:note: (.*) (?:has|have) no effect on what it does\n)?", err)
         assert keys is not None
@@ -408,7 +407,7 @@ def test_a_batch_of_other_slices_keeps_the_pixels_or_that_is_said(
     overrides: tuple[str, ...], note: str, cached_load: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = argparse.Namespace(config="debug", overrides=overrides, command="it")
-    cli.print_notes(loaded_once("debug", overrides), arguments, reads=cli.what_runs)
+    cli.print_notes(loaded_once("debug", overrides), arguments)
     err = capsys.readouterr().err
     assert note in err and bool(err) == bool(note)
 

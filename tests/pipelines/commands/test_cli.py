@@ -132,7 +132,6 @@ def test_an_override_without_effect_is_told(command: Command, handed_on: dict[st
         ("full_multidim.py", (), ""),
         ("evaluate.py", (), "sample.num_images has no effect on what evaluate.py does"),
         ("prepare_data.py", (), "sample.num_images, train.num_steps have no effect on what prepare_data.py does"),
-        ("describe.py", (), "storage, sample.num_images have no effect on what describe.py does"),
         ("sample.py", (*given, "sample.num_draws=2"), "sample.num_images has no effect on what sample.py does"),
     ):
         code, _, err = command(script, *overrides, *more)

@@ -29,7 +29,7 @@ def networks(tiny_spn: Callable[..., Any], tmp_path_factory: pytest.TempPathFact
         for file in (folder / "step-1").iterdir():
             if f"checkpoint/{file.name}" not in WEIGHTS:
                 file.unlink()
-        inputs[f"train_{stage}"] = NodeOutput(str(folder), {"checkpoint": "step-1"}, {}, f"attempt-{stage}")
+        inputs[f"train_{stage}"] = NodeOutput(str(folder), {"checkpoint": "step-1"}, f"attempt-{stage}")
     return inputs
 
 

@@ -105,7 +105,7 @@ def dataset(tmp_path: Path) -> NodeOutput:
     counts = {"train": NUM, "test": NUM}
     manifest = Manifest("tiny", "p", settings, {}, counts, counts, {}, {}, "", {}, shards, {})
     store.write_text("manifest.json", manifest.to_json())
-    return NodeOutput(str(tmp_path), {"dataset": "dataset"}, {}, "attempt")
+    return NodeOutput(str(tmp_path), {"dataset": "dataset"}, "attempt")
 
 
 def test_results(networks, dataset, exact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_raw_weights_are_those_of_the_last_step(tiny_spn, tmp_path: Path) -> Non
     averaged = {name: 2 * value for name, value in model.state_dict().items()}
     (tmp_path / "step-1").mkdir()
     save_checkpoint(tmp_path / "step-1", model=model, ema=averaged, trainer={})
-    inputs = {"train_first_slice": NodeOutput(str(tmp_path), {"checkpoint": "step-1"}, {}, "attempt")}
+    inputs = {"train_first_slice": NodeOutput(str(tmp_path), {"checkpoint": "step-1"}, "attempt")}
     for which, weights in ((True, averaged), (False, model.state_dict())):
         found = load_stages(inputs, ["first_slice"], averaged=which, device="cpu")["first_slice"].state_dict()
         assert all(torch.equal(found[name], value) for name, value in weights.items())

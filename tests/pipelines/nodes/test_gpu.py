@@ -85,7 +85,7 @@ def test_a_worker_draws_as_many_images_at_once_as_it_found(
         decoder="auto",
         resources=NodeResources(use_gpu=True),
     )
-    inputs = {"train_first_slice": NodeOutput(str(tmp_path), {"checkpoint": "checkpoint"}, {}, "a")}
+    inputs = {"train_first_slice": NodeOutput(str(tmp_path), {"checkpoint": "checkpoint"}, "a")}
     limit(2)
     worker = DrawingWorker(Job(config, inputs, str(tmp_path / "samples")), Reporter("sample"), 1)
     size = worker.largest_batch(1024)

@@ -438,7 +438,7 @@ def test_first_rows_are_kept_bit_for_bit_by_a_baseline(tiny_spn, tmp_path, ray_i
     model = tiny_spn("baseline", seed=0, image_size=8, scaling_factor=1, num_bits=6).float()
     (tmp_path / "checkpoint").mkdir()
     save_checkpoint(tmp_path / "checkpoint", model=model, ema=model.state_dict(), trainer={})
-    trained = {"train_baseline": NodeOutput(str(tmp_path), {"checkpoint": "checkpoint"}, {}, "a")}
+    trained = {"train_baseline": NodeOutput(str(tmp_path), {"checkpoint": "checkpoint"}, "a")}
     given = np.random.default_rng(0).integers(0, 64, (1, 8, 8, 3), dtype=np.uint8)
     own = UserImages("sample_images", ("a",), given, 6, ("baseline",))
     baseline = ("stages=[baseline]", "bits=[8]", "scaling_factor=1", "sample.use=complete", "sample.num_given=3")

@@ -22,7 +22,7 @@ def test_commands_name_a_preset_or_leave_room_for_the_users_file(tmp_path: Path,
     file = tmp_path / "mine.yaml"
     file.write_text(f"name: {name}\n" + (PRESETS / "debug.yaml").read_text())
     report = nodes(load(str(file)), listed=False)[-1]
-    inputs = {node: NodeOutput(str(tmp_path), {}, {}, "a") for node in report.needs}
+    inputs = {node: NodeOutput(str(tmp_path), {}, "a") for node in report.needs}
     where = {"inputs": inputs, "out": str(tmp_path), "run": RunHandle(), "progress": Reporter("report")}
     context = NodeContext("report", "f", "a", report.config, **where)
     section = _rerun_section(context, report.config.stages)

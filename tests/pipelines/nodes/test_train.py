@@ -507,35 +507,28 @@ def checkpoint(folder: Path, config: SPNConfig) -> Path:
     return folder
 
 
-def test_weights_to_start_from_are_checked_before_a_worker_starts(
-    tiny_config: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_weights_to_start_from_are_those_of_the_same_network(tiny_config: Callable[..., Any], tmp_path: Path) -> None:
     config = tiny_config("size_upscale", image_size=SIDE, scaling_factor=2)
     folder = checkpoint(tmp_path / "checkpoint", config)
-    trained.check_start_weights(str(folder), config)
     assert trained.start_weights_of(str(folder), config).keys() == dict(SPN(config).named_parameters()).keys()
     other = dataclasses.replace(config, num_bits=3)
     with pytest.raises(UserError, match=f"^train.init_from: {folder}: num_bits is 3 here, 1 in the checkpoint$"):
-        trained.check_start_weights(str(folder), other)
+        trained.start_weights_of(str(folder), other)
     (folder / "config.json").write_text("[]")
     with pytest.raises(UserError, match=f"^train.init_from: {folder}: "):
-        trained.check_start_weights(str(folder), config)
+        trained.start_weights_of(str(folder), config)
     with pytest.raises(UserError, match="^train.init_from: /nowhere has no config.json; it must be the folder of a "):
-        trained.check_start_weights("/nowhere", config)
+        trained.start_weights_of("/nowhere", config)
 
 
-@pytest.mark.parametrize(("num_valid", "message"), [(0, "no valid images"), (1, "^train.init_from: /nowhere has no ")])
-def test_what_a_training_cannot_begin_with_is_the_users_mistake(
-    num_valid: int, message: str, monkeypatch: pytest.MonkeyPatch, size_upscale: SPNConfig, tmp_path: Path
+def test_data_without_validation_images_is_the_users_mistake(
+    monkeypatch: pytest.MonkeyPatch, size_upscale: SPNConfig
 ) -> None:
-    images = SimpleNamespace(uri="set", num_images=lambda split: num_valid if split == "valid" else 1)
+    images = SimpleNamespace(uri="set", num_images=lambda split: 0 if split == "valid" else 1)
     monkeypatch.setattr(train, "open_dataset", lambda _: images)
     inputs = {"prepare_data": SimpleNamespace(uri="/data", named={"dataset": "dataset"})}
-    config = dataclasses.replace(node(size_upscale), init_from="/nowhere")
-    names = dict(fingerprint="f", attempt="a", extends=None)  # an attempt that ended before its first checkpoint
-    context = SimpleNamespace(config=config, inputs=inputs, out=str(tmp_path), **names)
-    with pytest.raises(UserError, match=message):
-        train.run(context)
+    with pytest.raises(UserError, match="no valid images"):
+        train.run(SimpleNamespace(config=node(size_upscale), inputs=inputs))
 
 
 # ---- batches -------------------------------------------------------------------------------------------------------
