@@ -93,13 +93,11 @@ def seal_checkpoint(folder: Store, metrics: Mapping[str, float]) -> None:
 
 
 def check_checkpoint(folder: Store, *, hashed: bool = True) -> tuple[Sequence[str], dict[str, Any]]:
-    """(what is wrong with a checkpoint, the content of its list). That of an older version has no list: nothing is."""
+    """(what is wrong with a checkpoint, the content of its list)."""
     try:
         sealed = json.loads(folder.read_bytes(CHECKSUMS))
         return folder.problems(sealed["files"], hashed=hashed), sealed
-    except FileNotFoundError:
-        return [], {}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return [f"{CHECKSUMS} is not readable"], {}
 
 
@@ -121,19 +119,15 @@ def keep_intact_checkpoints(run: Store, *, score: str) -> tuple[int, list[str]]:
     sizes must do.
     """
     results, lines = list[dict[str, Any]](), list[str]()
-    record = _record(run)
-    committed = {each["checkpoint_dir_name"]: each["metrics"] for each in (record or {}).get("checkpoint_results", ())}
     folders = {entry.path for entry in run.list() if entry.is_folder and entry.path.startswith("step-")}
-    lines += [f"{name} is missing" for name in sorted(committed.keys() - folders)]
     for name in sorted(folders, reverse=True):
         problems, sealed = check_checkpoint(run.sub(name), hashed=not results)
-        metrics = sealed.get("metrics") or committed.get(name)
-        if metrics and not problems:
-            results.append({"checkpoint_dir_name": name, "metrics": metrics})
+        if not problems:
+            results.append({"checkpoint_dir_name": name, "metrics": sealed["metrics"]})
             continue
-        if sealed or record is None or name in committed:  # else its writer was killed before the list of its files
+        if run.exists(posixpath.join(name, CHECKSUMS)):  # else its writer was killed before the list of its files
             aside = f"damaged-{name}"
-            lines.append(f"{name} is damaged ({(problems or ['it has no checksums'])[0]}) and set aside as {aside}")
+            lines.append(f"{name} is damaged ({problems[0]}) and set aside as {aside}")
             run.delete(aside)
             run.filesystem.create_dir(run.path(aside))
             for file in run.walk(name):
@@ -156,14 +150,3 @@ def keep_intact_checkpoints(run: Store, *, score: str) -> tuple[int, list[str]]:
 
 def _step(result: Mapping[str, Any]) -> int:
     return int(result["checkpoint_dir_name"].rsplit("-", 1)[1])
-
-
-def _record(run: Store) -> dict[str, Any] | None:
-    """Ray Train's record of a run; {} before its first checkpoint, None if it is damaged."""
-    try:
-        record = json.loads(run.read_bytes(_SNAPSHOT))
-    except FileNotFoundError:
-        return {}
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None

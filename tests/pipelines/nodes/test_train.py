@@ -437,7 +437,7 @@ def test_a_training_resumes_from_its_newest_intact_checkpoint_and_ends_like_an_u
     last, newest = in_ray.checkpoint(STEPS), in_ray.checkpoint(STEPS - 1)
     whole = {file.name: file.read_bytes() for file in last.iterdir() if file.suffix in (".safetensors", ".pt")}
     shutil.rmtree(last)
-    assert in_ray.keep_intact() == (STEPS - 1, [f"{last.name} is missing"])
+    assert in_ray.keep_intact() == (STEPS - 1, [])
     harm(newest)
     lines = in_ray.train()
     assert {name: (last / name).read_bytes() for name in whole} == whole
@@ -465,20 +465,10 @@ def test_a_longer_training_extends_a_finished_one_to_the_weights_of_an_unbroken_
 def test_what_a_killed_writer_left_is_no_checkpoint(in_ray: Ray) -> None:
     """And one that was whole before Ray knew of it is."""
     in_ray.train()
-    record = in_ray.checkpoint("checkpoint_manager_snapshot.json")
-    known = json.loads(record.read_text())
+    in_ray.checkpoint("checkpoint_manager_snapshot.json").unlink()
     (in_ray.checkpoint(4) / ray_compat.CHECKSUMS).unlink()  # it is written last
-    results = [each for each in known["checkpoint_results"] if each["checkpoint_dir_name"] < "step-00000003"]
-    record.write_text(json.dumps(known | {"checkpoint_results": results}))
     assert in_ray.keep_intact() == (3, [])
     assert not in_ray.checkpoint(4).exists() and not in_ray.checkpoint("damaged-step-00000004").exists()
-
-
-def test_checkpoints_of_a_version_without_checksums_are_resumed_from(in_ray: Ray) -> None:
-    in_ray.train()
-    for step in range(1, STEPS + 1):
-        (in_ray.checkpoint(step) / ray_compat.CHECKSUMS).unlink()
-    assert in_ray.keep_intact() == (STEPS, [])
 
 
 def test_a_full_disk_is_named_by_the_worker_that_writes_a_checkpoint(
