@@ -35,7 +35,7 @@ from pipelines.dag.node import NodeContext, NodeResult, Picture
 from pipelines.nodes.evaluate import ScoringJob
 from pipelines.nodes.evaluate import score as score_chunks
 from pipelines.nodes.pictures import UNKNOWN, animation, depth_after, display, generation_frames, png, side_by_side
-from pipelines.nodes.sample import ANIMATION, Job, ToDraw, counts, draw, read_chunks, record
+from pipelines.nodes.sample import ANIMATION, Chunk, Job, counts, draw, read_chunks, record
 from pipelines.nodes.trained import load_stage_configs
 from spn.config import SPNConfig
 
@@ -61,7 +61,7 @@ def sample(context: NodeContext[DrawingConfig]) -> NodeResult:
     config = context.config
     user, num_draws = _given(config), config.num_draws
     store = open_store(context.out).sub(FOLDER)
-    to_draw = ToDraw(
+    to_draw = Chunk(
         keys=tuple(f"{key}-{number:02d}" for key in user.keys for number in range(num_draws)),
         seeds=tuple(f"{digest}/{number}" for digest in user.digests for number in range(num_draws)),
         given=user.values.repeat(num_draws, axis=0),

@@ -58,7 +58,7 @@ def run(context: NodeContext[DrawingConfig]) -> NodeResult:
     config = context.config
     store = open_store(context.out).sub(FOLDER)
     numbers = range(config.num_images)
-    to_draw = ToDraw(tuple(f"{number:05d}" for number in numbers), tuple(numbers))
+    to_draw = Chunk(tuple(f"{number:05d}" for number in numbers), tuple(numbers))
     chunks = draw(Job(config, context.inputs, store.uri), to_draw, progress=context.progress)
     configs = load_stage_configs(context.inputs, config.stages)
     values = read_chunks(store, configs, chunks, most=NUM_SHOWN)
@@ -81,8 +81,8 @@ def run(context: NodeContext[DrawingConfig]) -> NodeResult:
 
 def counts(chunks: Sequence[Chunk]) -> dict[str, float]:
     return {
-        "images/sampled": float(sum(len(chunk.images.keys) for chunk in chunks)),
-        "images/batch_size": float(len(chunks[0].images.keys)),
+        "images/sampled": float(sum(len(chunk.keys) for chunk in chunks)),
+        "images/batch_size": float(len(chunks[0].keys)),
     }
 
 
@@ -92,31 +92,21 @@ def record(context: NodeContext[Any], chunks: Sequence[Chunk]) -> dict[str, Any]
     left_out = {field.name for field in dataclasses.fields(config) if not field.metadata.get("semantic", True)}
     settings = {name: value for name, value in vars(config).items() if name not in left_out}
     networks = {stage: context.inputs[f"train_{stage}"].attempt for stage in config.stages}
-    return {**settings, "batch_size": len(chunks[0].images.keys), "networks": networks}
+    return {**settings, "batch_size": len(chunks[0].keys), "networks": networks}
 
 
 # ---- chunks -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class ToDraw:
-    """Images to draw. Picklable."""
+class Chunk:
+    """Images that are drawn in one batch, or all of them, to be cut into chunks. Picklable."""
 
     keys: tuple[str, ...]  # their names
     seeds: tuple[int | str, ...]  # what seeds each one's draws
     given: np.ndarray | None = None  # uint8 [N, h, w, 3]: what each starts from
-
-    def __getitem__(self, part: slice) -> ToDraw:
-        return ToDraw(self.keys[part], self.seeds[part], None if self.given is None else self.given[part])
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Images that are drawn in one batch. Picklable."""
-
-    index: int
-    of: int  # chunks
-    images: ToDraw
+    index: int = 0
+    of: int = 1  # chunks
 
 
 @dataclass(frozen=True)
@@ -128,13 +118,16 @@ class Job:
     out: str  # folder of the images
 
 
-def chunks_of(images: ToDraw, *, size: int) -> list[Chunk]:
+def chunks_of(images: Chunk, *, size: int) -> list[Chunk]:
     """Consecutive chunks of `size` images; the last may be smaller."""
-    starts = range(0, len(images.keys), size)
-    return [Chunk(index, len(starts), images[start : start + size]) for index, start in enumerate(starts)]
+    parts = [slice(start, start + size) for start in range(0, len(images.keys), size)]
+    return [
+        Chunk(images.keys[p], images.seeds[p], None if images.given is None else images.given[p], index, len(parts))
+        for index, p in enumerate(parts)
+    ]
 
 
-def draw(job: Job, images: ToDraw, *, progress: Reporter) -> list[Chunk]:
+def draw(job: Job, images: Chunk, *, progress: Reporter) -> list[Chunk]:
     """Draws the chunks that are not on storage yet, side by side on resources.num_workers workers; returns all.
 
     What is finished stays on storage whatever happens. Raises UserError if not even one image fits into a GPU.
@@ -164,11 +157,11 @@ def draw(job: Job, images: ToDraw, *, progress: Reporter) -> list[Chunk]:
         store.write_text(CHUNKS, json.dumps({"batch_size": size}))
         chunks, present = chunks_of(images, size=size), {entry.path for entry in store.walk()}
         todo = [chunk for chunk in chunks if not _is_finished(store, configs, chunk, present)]
-        left = sum(len(chunk.images.keys) for chunk in todo)
+        left = sum(len(chunk.keys) for chunk in todo)
         progress.update(total - pixels_each * left, total, unit="pixels", note=f"{size:,} at once")
         start_workers(len(todo))
         for chunk, _ in each(workers, "draw", todo):
-            _part(progress, chunk).update(pixels_each * len(chunk.images.keys), total, unit="pixels")
+            _part(progress, chunk).update(pixels_each * len(chunk.keys), total, unit="pixels")
     return chunks
 
 
@@ -258,34 +251,34 @@ class DrawingWorker:
 
     def draw(self, chunk: Chunk) -> None:
         """Draws a chunk and writes its files, the Parquet file last."""
-        config, images, part, done = self.job.config, chunk.images, _part(self.progress, chunk), 0
+        config, part, done = self.job.config, _part(self.progress, chunk), 0
         configs = {stage: model.config for stage, model in self.models.items()}
-        self._make_room(len(images.keys))
-        note = self._note(len(images.keys))
-        pixels_per_row = len(images.keys) * next(iter(configs.values())).slice_size
+        self._make_room(len(chunk.keys))
+        note = self._note(len(chunk.keys))
+        pixels_per_row = len(chunk.keys) * next(iter(configs.values())).slice_size
 
         def on_row() -> None:
             nonlocal done
             done += pixels_per_row
             part.update(done, self.total, unit="pixels", note=note)
 
-        with naming("sample.batch_size", len(images.keys)):
+        with naming("sample.batch_size", len(chunk.keys)):
             known = sample_chain(
                 self.models,
                 seed=config.seed,
-                images=images.seeds,
+                images=chunk.seeds,
                 temperature=config.temperature,
                 top_p=config.top_p,
                 precision=config.precision,
                 decoder=config.decoder,
                 decoders=self.decoders,
-                **self._start(images),
+                **self._start(chunk),
                 on_row=on_row,
             )
         values = list(known.values())[-1].permute(0, 2, 3, 1).to(torch.uint8).cpu().numpy()
         write_chunk(open_store(self.job.out), chunk, values, num_bits=depth_after(configs[config.stages[-1]]))
 
-    def _start(self, images: ToDraw) -> dict[str, Any]:
+    def _start(self, images: Chunk) -> dict[str, Any]:
         """What `sample_chain` starts from."""
         if images.given is None:
             return {}
@@ -306,7 +299,7 @@ class DrawingWorker:
 
 def write_chunk(store: Store, chunk: Chunk, values: np.ndarray, *, num_bits: int) -> None:
     """values: uint8 [n, R, R, 3] of `num_bits` bits."""
-    keys = chunk.images.keys
+    keys = chunk.keys
     for key, picture in zip(keys, display(values, num_bits=num_bits), strict=True):
         store.write_bytes(f"{IMAGES}/{key}.png", png(picture))
     side, num = values.shape[1], len(values)
@@ -337,13 +330,13 @@ def read_chunks(store: Store, configs: Mapping[str, SPNConfig], chunks: Iterable
 
 def _is_finished(store: Store, configs: Mapping[str, SPNConfig], chunk: Chunk, present: set[str]) -> bool:
     path = _path(configs, chunk)
-    if not {path, *(f"{IMAGES}/{key}.png" for key in chunk.images.keys)} <= present:
+    if not {path, *(f"{IMAGES}/{key}.png" for key in chunk.keys)} <= present:
         return False
     try:
         table = _read(store, path)
     except (OSError, pa.ArrowInvalid):  # damaged, as its checksums say
         return False
-    return table.column("key").to_pylist() == list(chunk.images.keys)
+    return table.column("key").to_pylist() == list(chunk.keys)
 
 
 def _read(store: Store, path: str) -> pa.Table:

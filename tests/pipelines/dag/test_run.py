@@ -28,7 +28,7 @@ from data_prep.lock import Lock
 from pipelines import tracking
 from pipelines.dag import attempts
 from pipelines.dag import run as runner
-from pipelines.dag.node import Node, Tracker
+from pipelines.dag.node import Node
 from pipelines.dag.plan import Plan, plan
 from pipelines.dag.progress import Display, Reporter
 from pipelines.dag.run import RunReport, Stopped, run, shortfalls
@@ -73,7 +73,7 @@ def go(
     store: Store,
     nodes: Sequence[Node],
     *,
-    tracker: Tracker | None = None,
+    tracker: Any = None,
     capacity: dict[str, float] | None = TWO_CPUS,
     **options: Any,
 ) -> tuple[RunReport, list[str]]:

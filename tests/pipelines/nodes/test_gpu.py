@@ -16,7 +16,7 @@ from data_prep.files import UserError
 from pipelines.config import DrawingConfig, NodeResources
 from pipelines.dag.node import NodeOutput
 from pipelines.dag.progress import Reporter
-from pipelines.nodes.sample import DrawingWorker, Job, ToDraw, chunks_of
+from pipelines.nodes.sample import Chunk, DrawingWorker, Job, chunks_of
 from pipelines.nodes.train import find_micro_batch, make_forward
 from spn.checkpoint import save_checkpoint
 from spn.config import TrainConfig
@@ -90,6 +90,6 @@ def test_a_worker_draws_as_many_images_at_once_as_it_found(
     worker = DrawingWorker(Job(config, inputs, str(tmp_path / "samples")), Reporter("sample"), 1)
     size = worker.largest_batch(1024)
     assert 1 < size < 1024
-    images = ToDraw(tuple(f"{number}" for number in range(size)), tuple(range(size)))
+    images = Chunk(tuple(f"{number}" for number in range(size)), tuple(range(size)))
     worker.draw(chunks_of(images, size=size)[0])
     assert len(list((tmp_path / "samples/images").glob("*.png"))) == size

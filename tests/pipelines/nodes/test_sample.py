@@ -28,7 +28,7 @@ from pipelines.config import DrawingConfig, NodeResources
 from pipelines.dag.node import NodeContext, NodeOutput, Picture
 from pipelines.dag.progress import Reporter, Update
 from pipelines.nodes import sample
-from pipelines.nodes.sample import DrawingWorker, Job, ToDraw, chunks_of, draw, read_chunks
+from pipelines.nodes.sample import Chunk, DrawingWorker, Job, chunks_of, draw, read_chunks
 from pipelines.nodes.trained import load_stage_configs, load_stages
 from pipelines.nodes.workers import gang_name
 from pipelines.tracking import RunHandle
@@ -36,7 +36,7 @@ from spn.sampling import rows_to_sample, sample_chain
 
 STAGES = ("first_slice", "size_upscale", "depth_upscale")
 PARQUET = "res=8/bits=6"
-TWELVE = ToDraw(tuple(f"{n:05d}" for n in range(12)), tuple(range(12)))
+TWELVE = Chunk(tuple(f"{n:05d}" for n in range(12)), tuple(range(12)))
 distributed = pytest.mark.slow  # every worker is a process that imports torch and Ray
 
 
@@ -186,7 +186,7 @@ def raylet_children() -> list[psutil.Process]:
 def test_an_error_in_a_chunk_ends_the_node_and_keeps_what_is_finished(workers, job, ray_session: None) -> None:
     import ray
 
-    images = ToDraw(("a", "b\0"), (0, 1))  # no file can have the second name
+    images = Chunk(("a", "b\0"), (0, 1))  # no file can have the second name
     wrong = job("wrong", workers, batch_size=1)
     ray.util.placement_group([{"CPU": 0.5}], name=gang_name("draw", wrong.out))
     with pytest.raises(ValueError, match="null"):
@@ -209,7 +209,7 @@ def test_a_worker_that_cannot_load_a_network_fails_by_its_own_error(job) -> None
 def test_a_worker_keeps_decoders_of_one_chunk_size(job) -> None:
     """The last chunk may be smaller, and a GPU may not hold decoders of both sizes."""
     worker, sizes = DrawingWorker(job("samples"), Reporter("sample"), 1), []
-    for chunk in chunks_of(TWELVE[:3], size=2):
+    for chunk in chunks_of(Chunk(TWELVE.keys[:3], TWELVE.seeds[:3]), size=2):
         worker.draw(chunk)
         sizes.append({key[1] for key in worker.decoders})
     assert sizes == [{2}, {1}]
@@ -279,7 +279,7 @@ def test_workers_try_their_share_then_halves_and_the_smallest_is_recorded(
     monkeypatch.setattr(DrawingWorker, "draw", draw_here)
     one = job("tried", batch_size=None, resources=ON_GPUS)
     chunks = draw(one, TWELVE, progress=Reporter("sample"))
-    assert [len(chunk.images.keys) for chunk in chunks] == [3, 3, 3, 3]
+    assert [len(chunk.keys) for chunk in chunks] == [3, 3, 3, 3]
     assert tried == [6, 6, 6, 6, 3, 3, 3], "all three stages; on the second worker six do not fit, three do"
     assert drew == [1, 0, 1, 0], "each worker as soon as it is free"
     assert json.loads((Path(one.out) / "chunks.json").read_text()) == {"batch_size": 3}
@@ -292,7 +292,7 @@ def test_a_restart_keeps_the_number_that_was_found(job, gpus) -> None:
     (Path(one.out)).mkdir()
     (Path(one.out) / "chunks.json").write_text('{"batch_size": 5}')
     tried = gpus(1, 1)
-    assert [len(chunk.images.keys) for chunk in draw(one, TWELVE, progress=Reporter("sample"))] == [5, 5, 2]
+    assert [len(chunk.keys) for chunk in draw(one, TWELVE, progress=Reporter("sample"))] == [5, 5, 2]
     assert tried == [], "nothing is tried"
 
 
@@ -324,7 +324,7 @@ def test_a_gpu_too_small_for_one_image_is_the_users_mistake(job, gpus) -> None:
 def test_on_a_cpu_nothing_is_tried(
     workers: int, batch_size: int | None, expected: int, job, ray_in_this_process
 ) -> None:
-    images = ToDraw(tuple(f"{n:05d}" for n in range(17)), tuple(range(17)))
+    images = Chunk(tuple(f"{n:05d}" for n in range(17)), tuple(range(17)))
     one = job("cpu", workers, batch_size=batch_size, stages=STAGES[:1])
-    assert len(draw(one, images, progress=Reporter("sample"))[0].images.keys) == min(expected, 17)
+    assert len(draw(one, images, progress=Reporter("sample"))[0].keys) == min(expected, 17)
     assert json.loads((Path(one.out) / "chunks.json").read_text()) == {"batch_size": expected}
