@@ -1,6 +1,6 @@
 """Several GPUs of one machine against one: slices/s at the preset's global batch, and the loss curve at equal batches.
 
-    python benchmarks/ddp.py --config imagenet64 --stage size_upscale --out benchmarks/results/ddp
+    python benchmarks/ddp.py --config imagenet64 --stage size_upscale --workers 2 4 8 --out benchmarks/results/ddp
 
 The pipeline's own steps, loop, wrapper and sharing of a batch (spn/training.py, pipelines/nodes/train.py), without Ray:
 what is compared is the training alone. Images are crops of the photos that come with the project, 8 bits; every run
@@ -58,7 +58,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", default="imagenet64")
     parser.add_argument("--stage", default="size_upscale")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2], help="each of these numbers against one")
+    parser.add_argument("--micro-batch", type=int, default=128, help="slices at once on a GPU, at most")
     parser.add_argument("--speed-steps", type=int, default=3, help="optimiser steps that are timed")
     parser.add_argument("--curve-steps", type=int, default=60)
     parser.add_argument("--curve-batch", type=int, default=512, help="slices an optimiser step of the curve")
@@ -70,6 +71,7 @@ def main() -> None:
     preset = config.per_stage[arguments.stage].train
     train = dataclasses.replace(
         preset,
+        micro_batch_size=arguments.micro_batch,
         num_steps=arguments.curve_steps,
         batch_size=arguments.curve_batch,
         log_every_steps=arguments.log_every,
@@ -77,12 +79,12 @@ def main() -> None:
         checkpoint_every_steps=arguments.curve_steps,
     )
     job = Job(stage_model_config(config, arguments.stage), train, preset.batch_size, arguments.speed_steps, config.seed)
-    runs = {workers: run(job, workers) for workers in (1, arguments.workers)}
+    runs = {workers: run(job, workers) for workers in (1, *arguments.workers)}
     result = {"config": config.name, "stage": arguments.stage, **compare(runs)}
     print(json.dumps(result), flush=True)
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        name = f"{config.name}-{arguments.stage}-{arguments.workers}.json"
+        name = f"{config.name}-{arguments.stage}-{max(runs)}.json"
         (arguments.out / name).write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -129,7 +131,7 @@ def speed(job: Job, images: torch.Tensor, rank: int, num_workers: int) -> dict[s
     """Whole optimiser steps at the preset's global batch; batches are made before the clock starts."""
     config = dataclasses.replace(job.train, batch_size=job.speed_batch)
     share = config.batch_size // num_workers
-    size = next(halved(config.micro_batch_size or share, divides=share))
+    size = next(halved(min(share, config.micro_batch_size or share), divides=share))
     state, forward = start(job.model, config, images.device, seed=job.seed)
     steps = list(batches(job, config.batch_size, share, size, images, rank, num_steps=job.speed_steps + 1))
     began = time.perf_counter()
@@ -155,7 +157,7 @@ def curve(job: Job, images: torch.Tensor, rank: int, num_workers: int) -> dict[s
     """The training loop: bits/dim as the pipeline logs them, and at the end on held-out crops."""
     config = job.train
     share = config.batch_size // num_workers
-    size = next(halved(config.micro_batch_size or share, divides=share))
+    size = next(halved(min(share, config.micro_batch_size or share), divides=share))
     state, forward = start(job.model, config, images.device, seed=job.seed)
     valid = images[-NUM_VALID:].long()
     logged: list[dict[str, float]] = []
@@ -243,19 +245,23 @@ def together(device: torch.device) -> None:
 
 
 def compare(runs: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """{workers: measurements} of one worker and of several -> the speedup and how far the curves part."""
-    one, several = runs[1], runs[max(runs)]
-    pairs = [
-        (a["step"], a["bits_per_dim"], b["bits_per_dim"])
-        for a, b in zip(one["curve"]["train"], several["curve"]["train"], strict=True)
-    ]
+    """{workers: measurements} of one worker and of several -> the speedup and how far the curves part, for each."""
+    one = runs[1]
+    losses = {
+        workers: {entry["step"]: entry["bits_per_dim"] for entry in run["curve"]["train"]}
+        for workers, run in runs.items()
+    }
     return {
         "card": one["card"],
         "torch": one["torch"],
-        "workers": several["workers"],
-        "speedup": several["speed"]["slices_per_sec"] / one["speed"]["slices_per_sec"],
-        "largest_difference_of_curves": max(abs(b / a - 1) for _, a, b in pairs),
-        "curves": [{"step": step, "1": a, str(several["workers"]): b} for step, a, b in pairs],
+        "speedup": {
+            workers: run["speed"]["slices_per_sec"] / one["speed"]["slices_per_sec"] for workers, run in runs.items()
+        },
+        "largest_difference_of_curves": {
+            workers: max(abs(own[step] / loss - 1) for step, loss in losses[1].items())
+            for workers, own in losses.items()
+        },
+        "curves": losses,
         "runs": list(runs.values()),
     }
 
