@@ -211,8 +211,6 @@ def _verify(arguments: argparse.Namespace) -> int:
     uri, overrides = arguments.verify, arguments.overrides
     if "=" in uri.partition("/")[0]:  # `--verify key=value`: the word after the option is an override
         uri, overrides = "", [uri, *overrides]
-    for override in overrides if uri else ():
-        print(f"note: {override} has no effect: --verify {uri} looks at that dataset alone", file=sys.stderr)
     return inspection.verify_dataset(uri or inspection.dataset_of(load(arguments.config, overrides)))
 
 

@@ -114,16 +114,6 @@ def test_data_without_images_is_refused_by_its_place(command: Command, tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"]
 
 
-@pytest.mark.parametrize("look", ["--verify", "--list-sources"])
-def test_what_runs_no_node_takes_no_options_of_nodes(look: str, command: Command) -> None:
-    for option, message in {
-        "--dry-run": f"argument {look}: not allowed with argument --dry-run (see prepare_data.py --help)",
-        "--rerun=prepare_data": f"--rerun prepare_data excludes {look}: leave one out",
-    }.items():
-        code, out, err = command("prepare_data.py", option, look)
-        assert (code, out, err) == (2, "", f"error: {message}\n")
-
-
 def test_an_override_without_effect_is_told(command: Command, handed_on: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "a.png"
     Image.new("RGB", (16, 16)).save(file)
@@ -137,16 +127,6 @@ def test_an_override_without_effect_is_told(command: Command, handed_on: dict[st
         code, _, err = command(script, *overrides, *more)
         assert (code, err) == (0, f"note: {idle}\n" if idle else "")
     assert handed_on["config"].sample.num_images == 3
-
-
-def test_verifying_a_named_data_set_says_what_it_does_not_read(command: Command, tmp_path: Path) -> None:
-    uri = str(tmp_path / "set")
-    code, out, err = command("prepare_data.py", "--verify", uri, "seed=3")
-    assert (code, out) == (2, "")
-    why = f"has no effect: --verify {uri} looks at that dataset alone"
-    *notes, error = err.splitlines()
-    assert notes == [f"note: storage={tmp_path / 'runs'} {why}", f"note: seed=3 {why}"]
-    assert error.startswith(f"error: --verify {uri}: ")
 
 
 def test_stage_that_the_config_has_not(command: Command) -> None:
