@@ -315,7 +315,7 @@ def repeat_rows(source: Path, target: Path, *, resolution: int, times: int) -> s
             writer.append(names, {resolution: pixels(table)})
         shards += writer.shards()
     pq.write_table(QUARANTINE_SCHEMA.empty_table(), target / QUARANTINE)
-    facts = dict(dataset="bench", plan_hash="", source={}, num_photos={}, split_hashes={}, quarantine={}, versions={})
+    facts = dict(dataset="bench", plan_hash="", source={}, split_hashes={}, quarantine={}, versions={})
     config = {"resolutions": [resolution], "bits": [8]}
     counts = {"train": times * table.num_rows}
     manifest = Manifest(config=config, num_images=counts, quarantine_sha256="", conversions={}, shards=shards, **facts)

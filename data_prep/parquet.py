@@ -210,9 +210,8 @@ class Manifest:
     dataset: str
     plan_hash: str  # of config, source listing and libraries
     config: dict  # DataConfig without root
-    source: dict  # built_in, listing_hash, num_photos, skipped {reason: files}
+    source: dict  # name, recognised_by, splits, built_in, listing_hash, skipped {reason: files}
     num_images: dict[str, int]  # by split
-    num_photos: dict[str, int]  # by split, used ones
     split_hashes: dict[str, str]  # sha256 of the split's keys, sorted, one a line
     quarantine: dict[str, int]  # photos by reason; details in quarantine.parquet
     quarantine_sha256: str

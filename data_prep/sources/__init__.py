@@ -91,7 +91,7 @@ def find(config: DataConfig) -> Source:
     if unread := [path for path in left if _kind(path) != "not_a_data_file"]:
         why += f"; left out: {unread[0]}" + (f" and {len(unread) - 1} more" if unread[1:] else "")
     for i, item in enumerate(found.items):
-        if item.label is not None and not (isinstance(item.label, int) and abs(item.label) < 2**31):
+        if item.label is not None and not (type(item.label) is int and abs(item.label) < 2**31):
             found.items[i] = replace(item, label=None)
             found.skipped["label_not_a_number"] += 1
     return Source(

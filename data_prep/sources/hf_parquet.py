@@ -89,9 +89,6 @@ def _add_rows(
     found: Index, file: pq.ParquetFile, stream: pa.NativeFile, path: str, split: str | None, column: str
 ) -> None:
     has_label = "label" in file.schema_arrow.names
-    if has_label and not _is_number(file.schema_arrow.field("label").type):
-        has_label = False
-        found.skipped["label_not_a_number"] += file.metadata.num_rows
     number = 0
     for block in range(file.num_row_groups):
         num_rows = file.metadata.row_group(block).num_rows
@@ -134,10 +131,6 @@ def _refuse_rows(file: pq.ParquetFile, num_bytes: int, path: str) -> None:
     if file.metadata.num_rows > num_bytes // _MIN_ROW_BYTES:
         message = f"{path}: {file.metadata.num_rows} rows in a file of {num_bytes} bytes"
         raise UnusableSource("decompression_bomb", message)
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind.value_type if pa.types.is_dictionary(kind) else kind) or pa.types.is_null(kind)
 
 
 @contextlib.contextmanager

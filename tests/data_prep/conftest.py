@@ -109,7 +109,6 @@ def tiny(tmp_path: pathlib.Path) -> tuple:
         config=TINY,
         source={},
         num_images={"train": 46},
-        num_photos={"train": 46},
         split_hashes={"train": keys_hash(keys)},
         quarantine={"empty": 1},
         quarantine_sha256=open_store(tmp_path).sha256(QUARANTINE),

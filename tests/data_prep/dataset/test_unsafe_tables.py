@@ -170,7 +170,7 @@ def test_a_data_set_for_training_is_read_only_with_its_own_columns(mark: pathlib
         with pytest.raises(ValueError, match=error):
             read_shard(str(tmp_path), shard, row_group=0, columns=["key", "px"])
     pq.write_table(pa.table(columns | {"key": objects(mark, 1)}), tmp_path / path)
-    manifest = Manifest("x", "", {"resolutions": [4], "bits": [8]}, {}, {"train": 1}, {}, {}, {}, "", {}, [], {})
+    manifest = Manifest("x", "", {"resolutions": [4], "bits": [8]}, {}, {"train": 1}, {}, {}, "", {}, [], {})
     store = open_store(tmp_path)
     sums = dict(bytes=store.info(path).bytes, sha256=store.sha256(path))
     manifest = dataclasses.replace(

@@ -145,6 +145,7 @@ def test_labels_of_any_kind_stop_nothing(tmp_path: pathlib.Path):
         ("list", [[1], [2, 3]]),
         ("part", [0.5, 1.0]),
         ("large", [2**31, 2**40]),
+        ("bool", [True, False]),
         ("null", [None, None]),
     ):
         rows = pa.array([{"bytes": b"x", "path": None}] * 2, pa.struct({"bytes": pa.binary(), "path": pa.string()}))

@@ -46,7 +46,7 @@ def dataset(folder: Path) -> dict[str, bytes]:
     store = open_store(folder)
     with ShardWriter(store, split="test", index=0, num_shards=1, row_group_rows=2, **settings) as writer:
         writer.append(table, {SIDE: np.stack([*TEST.values()])})
-    manifest = Manifest("tiny", "p", settings, {}, {"test": 3}, {"test": 3}, {}, {}, "", {}, writer.shards(), {})
+    manifest = Manifest("tiny", "p", settings, {}, {"test": 3}, {}, {}, "", {}, writer.shards(), {})
     store.write_text("manifest.json", manifest.to_json())
     return {f"dataset/{file.path}": store.read_bytes(file.path) for file in store.walk()}
 

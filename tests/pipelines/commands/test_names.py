@@ -30,7 +30,7 @@ ESCAPED = '=1+1,"\\x1b[2J\\n<b>[/red]\\u202e.png'
 def manifest() -> Manifest:
     source = {"name": "folder", "recognised_by": f"it has {NAME}", "splits": "", "skipped": {}}
     config = {"resolutions": [4], "bits": [8]}
-    return Manifest(NAME, "", config, source, {"train": 1}, {"train": 1}, {}, {NAME: 1}, "", {}, [], {})
+    return Manifest(NAME, "", config, source, {"train": 1}, {}, {NAME: 1}, "", {}, [], {})
 
 
 def write(folder: Path, made: Manifest) -> None:

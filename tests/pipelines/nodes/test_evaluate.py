@@ -103,7 +103,7 @@ def dataset(tmp_path: Path) -> NodeOutput:
             writer.append(names, {SIDE: images})
         shards += writer.shards()
     counts = {"train": NUM, "test": NUM}
-    manifest = Manifest("tiny", "p", settings, {}, counts, counts, {}, {}, "", {}, shards, {})
+    manifest = Manifest("tiny", "p", settings, {}, counts, {}, {}, "", {}, shards, {})
     store.write_text("manifest.json", manifest.to_json())
     return NodeOutput(str(tmp_path), {"dataset": "dataset"}, "attempt")
 
