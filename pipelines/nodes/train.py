@@ -363,12 +363,17 @@ def find_micro_batch(
     trying: halved until one forward and backward pass fits on all workers, which all call this. Weights and random
     state stay as they are. Raises UserError if not even one slice fits.
     """
-    most = min(share, config.micro_batch_size or share)
-    sizes = halved(most, divides=share)
+    sizes = list(halved(min(share, config.micro_batch_size or share), divides=share))
     if not trying:
-        return next(sizes)
-    alone = forward.module if isinstance(forward, DistributedDataParallel) else forward  # each worker tries by itself
-    found = largest_that_fits(sizes, functools.partial(try_micro_batch, model, alone, config, share=share))
+        return sizes[0]
+
+    def fits(forward: Callable[..., Tensor]) -> int:
+        return largest_that_fits(sizes, functools.partial(try_micro_batch, model, forward, config, share=share))
+
+    if config.compile:  # for a minute at each size. The network as it is needs more memory, but not twice as much
+        plain = fits(model)
+        sizes = sizes[max(0, sizes.index(plain) - 1) :] if plain else sizes[-1:]
+    found = fits(forward.module if isinstance(forward, DistributedDataParallel) else forward)  # each worker by itself
     agreed = smallest_of_workers(found, next(model.parameters()).device)
     if agreed != found:
         free_memory()

@@ -45,8 +45,14 @@ def test_a_training_runs_with_the_micro_batch_that_it_found(
     config = TrainConfig(batch_size=SHARE, precision="bfloat16", compile=compiled)
     limit(2)
     state, forward = TrainState.create(model, config), make_forward(model, config)
-    random_state = torch.cuda.get_rng_state()
-    size = find_micro_batch(model, forward, config, share=SHARE, trying=True)
+    random_state, tried = torch.cuda.get_rng_state(), []
+
+    def counted(slices: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
+        tried.append(len(slices))
+        return forward(slices, *inputs)
+
+    size = find_micro_batch(model, counted, config, share=SHARE, trying=True)
+    assert not compiled or len(tried) <= 2, "each is compiled for itself"
     assert 1 < size < SHARE and SHARE % size == 0
     assert torch.equal(torch.cuda.get_rng_state(), random_state)
     for step in range(2):

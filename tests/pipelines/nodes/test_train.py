@@ -160,6 +160,18 @@ def test_halves_that_divide_the_share_are_tried_until_one_fits(size_upscale: SPN
         find(model, 0)
 
 
+@pytest.mark.parametrize(("limit", "compiled"), [(20, [16]), (9, [16, 8])])
+def test_at_most_one_size_is_compiled_in_vain(limit: int, compiled: list[int], size_upscale: SPNConfig) -> None:
+    class Plain(SPN):
+        def forward(self, image: torch.Tensor, *inputs: Any) -> torch.Tensor:
+            return plain(image, *inputs)
+
+    plain, memory = Memory(SPN(size_upscale), 9), Memory(SPN(size_upscale), limit)
+    config = TrainConfig(batch_size=64, compile=True)
+    assert train.find_micro_batch(Plain(size_upscale), memory, config, share=64, trying=True) == compiled[-1]
+    assert (plain.tried, memory.tried) == ([64, 32, 16, 8], compiled)
+
+
 def test_trying_leaves_weights_gradients_and_random_state_alone(tiny_config) -> None:
     model = SPN(tiny_config("depth_upscale", image_size=SIDE, scaling_factor=2, decoder={"dropout": 0.5}))
     weights, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
