@@ -13,9 +13,10 @@ A variant is a chain of networks that share the seconds; on images of 8 bits and
                                          (paper only; modern is the other's), spn2, spn4 (S = 2, 4), spn2_depth (3 bits,
                                          then 5), multidim (first slice, the other three, the five low bits)
 
-Compiling is not counted. Writes VARIANT-SECONDSs-SEED.json and, beside it, the bits/dim of each image with averaged
-weights as .parquet: `pipelines/evaluate.py --compare` compares two of them. With --tune the last tenth of the training
-images is held out and scored instead of the test images, and nothing is written.
+Every step learns from 65,536 pixels, whatever the size of the slices. Compiling is not counted. Writes
+VARIANT-SECONDSs-SEED.json and, beside it, the bits/dim of each image with averaged weights as .parquet:
+`pipelines/evaluate.py --compare` compares two of them. With --tune the last tenth of the training images is held out
+and scored instead of the test images, and nothing is written.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ from spn.model import SPN
 from spn.training import Batch, TrainState, bits_per_dim_estimate, train_step
 
 HELD_OUT = 0.1  # of the training images, with --tune
-COMMON = dict(batch_size=64, precision="bfloat16", polyak_warmup=True, horizontal_flip=True)
+PIXELS = 64 * 32 * 32  # that a step learns from: 64 slices of 32x32, or as many others as have as many pixels
+COMMON = dict(precision="bfloat16", polyak_warmup=True, horizontal_flip=True)
 SETTINGS = {
     "paper": dict(optimizer="rmsprop", learning_rate=1e-4),
     "modern": dict(
@@ -233,7 +235,8 @@ def _train(
     device = data.device.type
     torch.manual_seed(seed)
     model = SPN(network).to(device)
-    config = TrainConfig(num_steps=1, **{**COMMON, **settings})
+    batch_size = PIXELS // network.slice_size**2
+    config = TrainConfig(num_steps=1, **{"batch_size": batch_size, **COMMON, **settings})
     forward = speed_up(model, compiled=device == "cuda")
     draws = torch.Generator(device=device).manual_seed(seed)
 
@@ -264,6 +267,7 @@ def _train(
         "seconds": spent,
         "steps": state.step,
         "planned_steps": config.num_steps,
+        "batch_size": config.batch_size,
         "slices": state.step * config.batch_size,
         "parameters": sum(p.numel() for p in model.parameters()),
         "train_bits_per_dim_last_100_steps": bits_per_dim_estimate(
