@@ -90,7 +90,7 @@ def test_first_start_runs_every_node(first: subprocess.CompletedProcess[str], st
         assert f"[{node}]" in first.stdout, "every node shows its progress"
     assert re.search(r"^\[train_size_upscale\] \d+/96 slices", first.stdout, flags=re.MULTILINE), first.stdout
     records = (storage / "debug/nodes").glob("train_*/*/*/micro_batch.json")
-    assert [json.loads(record.read_text()) for record in records] == [{"micro_batch_size": 8, "device": "cpu"}] * 2
+    assert [json.loads(record.read_text()) for record in records] == [{"micro_batch_size": 8}] * 2
 
 
 def test_processes_of_a_training_come_from_the_pool(first: subprocess.CompletedProcess[str], ray_folder: Path) -> None:
