@@ -34,6 +34,7 @@ from data_prep.parquet import (
     Manifest,
     Shard,
     ShardWriter,
+    draws,
     keys_hash,
     pixels,
     read_shard,
@@ -323,7 +324,7 @@ def _chunks(
                 square = _square(config, chunk[place], decoded.pixels)
                 upscaled = ("upscaled",) if min(square.shape[:2]) < max(config.resolutions) else ()
                 facts[place] = (height, width, images.flags_of(decoded.conversions + upscaled))
-                resized = images.resize_squares(square, config.resolutions, profile=config.profile)
+                resized = images.resize_squares(square, config.resolutions, profile=config.round_profile)
                 for resolution, array in squares.items():
                     array[place] = resized[resolution]
         used = sorted(facts)
@@ -356,7 +357,9 @@ def _decode(config: DataConfig, reader: Reader, item: Item) -> images.Decoded:
     data = reader.read(item)
     if item.layout != ENCODED:
         return images.from_raw(data, planar=item.layout == CHW)
-    return images.decode(data, profile=config.profile, name=item.key, exif=config.exif, strict_jpeg=config.strict_jpeg)
+    return images.decode(
+        data, profile=config.decode_profile, name=item.key, exif=config.exif, strict_jpeg=config.strict_jpeg
+    )
 
 
 def _square(config: DataConfig, row: Row, pixels: np.ndarray) -> np.ndarray:
@@ -364,4 +367,9 @@ def _square(config: DataConfig, row: Row, pixels: np.ndarray) -> np.ndarray:
     if row.top is not None and row.left is not None:
         assert config.tile_size is not None
         return pixels[row.top : row.top + config.tile_size, row.left : row.left + config.tile_size]
+    if config.crop == "random":
+        height, width = pixels.shape[:2]
+        side = min(height, width)
+        (place,) = draws(config.seed, [row.key], [0], purpose="crop", high=max(height, width) - side + 1)
+        return pixels[place : place + side] if height > width else pixels[:, place : place + side]
     return pixels if config.crop == "squash" else images.center_crop(pixels)

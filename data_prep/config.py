@@ -12,10 +12,10 @@ from typing import Any
 _READERS = [module.name for module in pkgutil.iter_modules([str(Path(__file__).with_name("sources"))])]
 LAYOUTS = tuple(sorted(set(_READERS) - {"base", "tars"}))  # these two are what the readers share
 SOURCES = ("auto", *LAYOUTS)
-CROPS = ("center", "squash", "tiles")
-PROFILES = ("tf", "accurate")
+CROPS = ("center", "squash", "random", "tiles")
+PROFILES = {"tf": ("fast", "truncate"), "accurate": ("accurate", "nearest")}  # DCT, rounding
 SPLITS = ("train", "valid", "test")
-SPLIT_RULES = ("auto", "by_photo", "glow", "glow_records", "file")
+SPLIT_RULES = ("auto", "by_photo", "glow", "glow_records", "celeba_partition", "file")
 
 
 def _not_semantic(default: Any) -> Any:
@@ -36,10 +36,12 @@ class DataConfig:
     split: str = "auto"  # auto: the source's own test split, else by photo; see data_prep/plan.py
     split_file: str | None = None  # of split file: lines "key split"; a path below root, else any path or URI
     image_field: str | None = None  # of several images in a sample: a column, or what follows its name, such as seg.png
-    crop: str = "center"  # center: the central square; squash: all of it; tiles: many squares
+    crop: str = "center"  # center: the central square; squash: all of it; random: a seeded square; tiles: many squares
     tile_size: int | None = None  # side of a tile in source pixels; None unless crop is tiles
     tile_stride: int | None = None  # step between train tiles; None: tile_size. Valid and test never overlap
     profile: str = "tf"  # tf: fast integer DCT, truncate to uint8; accurate: accurate DCT, round to nearest
+    dct: str | None = None  # fast, accurate; None: as the profile says
+    rounding: str | None = None  # truncate, nearest; None: as the profile says
     exif: str | None = None  # ignore the orientation, as TensorFlow does, or apply it; None: see plan.with_exif
     strict_jpeg: bool = False  # JPEGs with damaged pixels go to quarantine; else they are used and flagged
     min_side: int = 1  # photos with a shorter side go to quarantine
@@ -60,6 +62,8 @@ class DataConfig:
         if (self.split_file is None) == (self.split == "file"):
             raise ValueError(f"split_file is {self.split_file!r}, but split is {self.split}; they go together")
         one_of("profile", self.profile, PROFILES)
+        one_of("dct", self.dct, ("fast", "accurate"), optional=True)
+        one_of("rounding", self.rounding, ("truncate", "nearest"), optional=True)
         one_of("exif", self.exif, ("ignore", "apply"), optional=True)
         at_least(self, 1, "image_size")
         _distinct("resolutions", self.resolutions, low=1, high=8192, needed=self.image_size)
@@ -74,6 +78,16 @@ class DataConfig:
         at_least(self, 0, "num_valid_photos", "num_test_photos", "seed")
         if self.max_quarantine_fraction is not None and not 0 <= self.max_quarantine_fraction <= 1:
             raise ValueError(f"max_quarantine_fraction is {self.max_quarantine_fraction}; it must be within 0 and 1")
+
+    @property
+    def decode_profile(self) -> str:
+        """The profile whose DCT decodes the JPEGs."""
+        return "tf" if (self.dct or PROFILES[self.profile][0]) == "fast" else "accurate"
+
+    @property
+    def round_profile(self) -> str:
+        """The profile whose rounding makes the resized values uint8."""
+        return "tf" if (self.rounding or PROFILES[self.profile][1]) == "truncate" else "accurate"
 
 
 def one_of(name: str, value: str | None, allowed: Collection[str], *, optional: bool = False) -> None:

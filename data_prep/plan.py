@@ -8,6 +8,7 @@ and test:
     glow              CelebA-HQ as in Glow, whose 3,000 `test` images are the first of Karras's shuffled records: files
                       are named by the number in CelebA-HQ (idx); records and rows are in their order
     glow_records      the same where the files' numbers are those of the records
+    celeba_partition  CelebA-HQ by CelebA's own partition: needs list_eval_partition.txt and the mapping to CelebA
     file              lines "key split" in split_file, one for each image
 
 num_valid_photos and num_test_photos are drawn from train by the seed where a rule gives no valid or test images.
@@ -29,12 +30,14 @@ from data_prep.config import SPLITS, DataConfig
 from data_prep.parquet import permutation
 from data_prep.sources.base import (
     ENCODED,
+    MAPPINGS,
     Item,
     Reader,
     Source,
     Unplannable,
     UnusableSource,
-    read_split_file,
+    as_text,
+    split_files,
     split_words,
 )
 
@@ -192,6 +195,8 @@ def split_items(config: DataConfig, root: str, items: list[Item]) -> dict[str, l
         split_of = {item.key: (config.split == "auto" and item.split) or "train" for item in items}
     elif config.split in GLOW:
         split_of = _glow(config, items)
+    elif config.split == "celeba_partition":
+        split_of = _celeba_partition(config, root, items)
     else:
         split_of = _from_file(config, root, items)
     split_of = _draw_held_out(config, split_of)
@@ -268,10 +273,30 @@ def _glow(config: DataConfig, items: list[Item]) -> dict[str, str]:
     return {item.key: "test" if _number(item) in test else "train" for item in items}
 
 
+def _celeba_partition(config: DataConfig, root: str, items: list[Item]) -> dict[str, str]:
+    """CelebA-HQ's image i is CelebA's image orig_file; that one's partition is 0 train, 1 valid, 2 test."""
+    partition_lines, mapping_lines = ([line.split() for line in lines] for lines in _lines(config, root))
+    partition = {line[0]: SPLITS[int(line[1])] for line in partition_lines if line[1:2] in (["0"], ["1"], ["2"])}
+    header, *rows = mapping_lines or [[]]
+    try:
+        index, original = header.index("idx"), header.index("orig_file")
+    except ValueError:
+        raise UnusableSource("missing_column", f"{MAPPINGS[0]} has no columns idx and orig_file") from None
+    rows = [row for row in rows if len(row) > max(index, original) and row[index].isdecimal()]
+    original_of = {int(row[index]): row[original] for row in rows}  # an image that no good line names is reported below
+    split_of = {}
+    for item in items:
+        name = original_of.get(_number(item))
+        if name not in partition:
+            raise UnusableSource("split_mismatch", f"{item.key}: the mapping and the partition do not name it")
+        split_of[item.key] = partition[name]
+    return split_of
+
+
 def _from_file(config: DataConfig, root: str, items: list[Item]) -> dict[str, str]:
     split_of: dict[str, str] = {}
-    text, keys = read_split_file(config, root).decode("utf-8-sig", "replace"), {item.key for item in items}
-    for number, line in enumerate(filter(str.strip, text.splitlines())):
+    (lines,), keys = _lines(config, root), {item.key for item in items}
+    for number, line in enumerate(lines):
         match = re.fullmatch(r'\s*"?(.+?)"?[\s,;]+"?(\w+)"?\s*', line)
         key, split = (match[1], "/".join(split_words(match[2]))) if match else (line, "")
         if split not in SPLITS:
@@ -286,6 +311,12 @@ def _from_file(config: DataConfig, root: str, items: list[Item]) -> dict[str, st
         counts = f"{len(split_of)} images, the source has {len(items)}, {len(missing)} of them without a split"
         raise UnusableSource("split_mismatch", f"{config.split_file} names {counts}{first}")
     return split_of
+
+
+def _lines(config: DataConfig, root: str) -> list[list[str]]:
+    """The lines of each file that decides the splits."""
+    texts = [as_text(data, path=name) for name, data in split_files(config, root)]
+    return [[line for line in text.splitlines() if line.strip()] for text in texts]
 
 
 # ---- known data sets -----------------------------------------------------------------------------------------------
@@ -345,7 +376,7 @@ def check_counts(config: DataConfig, source: Source, num_items: dict[str, int]) 
         return
     train, test = COUNTS[config.dataset]
     found = (num_items["train"] + num_items["valid"], num_items["test"])
-    if config.split in ("by_photo", "file"):
+    if config.split in ("by_photo", "celeba_partition", "file"):
         good = sum(found) == train + test
     else:
         good = found == (train, test)

@@ -28,6 +28,9 @@ from data_prep.images import is_image_name as is_image_name
 
 ENCODED, HWC, CHW = "encoded", "hwc", "chw"  # an image file; raw uint8 of a square, interleaved or in planes
 
+PARTITION = "list_eval_partition.txt"  # of CelebA
+MAPPINGS = ("CelebA-HQ-to-CelebA-mapping.txt", "image_list.txt")  # the first that exists counts
+
 _MAX_OPEN = 16  # files that stay open for further items
 MAX_FILE_BYTES = 320 << 20  # of one image: a BMP of images.MAX_PIXELS is smaller
 MAX_UNFOLDED_BYTES = 320 << 20  # of what is read at once, unless it is also large as it is stored
@@ -243,6 +246,15 @@ def choose_side(found: dict[str, int], config: DataConfig, *, source: str) -> in
     return config.image_size
 
 
+def as_text(data: bytes, *, path: str) -> str:
+    """Raises UnusableSource."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        message = f"{path} is not text in UTF-8 (the first bad byte is number {error.start})"
+        raise UnusableSource("corrupt_source_file", message) from None
+
+
 def refuse_bomb(unfolded: int, *, stored: int, where: str) -> None:
     """Raises UnusableSource when that many bytes come from so few `stored` ones."""
     if unfolded > max(MAX_UNFOLDED_BYTES, _MAX_UNFOLDING * stored):
@@ -295,7 +307,7 @@ def list_files(root: str) -> Listing:
 
 
 def hash_of(root: str, files: Iterable[SourceFile], config: DataConfig) -> str:
-    """Hash of paths, sizes and times, and of the contents of `split_file`.
+    """Hash of paths, sizes and times, and of the contents of the files that decide the splits.
 
     By content, where times say nothing: files that come with this package.
     """
@@ -303,21 +315,38 @@ def hash_of(root: str, files: Iterable[SourceFile], config: DataConfig) -> str:
     for file in files:
         third = f'"{store.sha256(file.path)}"' if config.root is None else file.mtime_ns
         sha.update(f"[{json.dumps(file.path)}, {file.size}, {third}]\n".encode())  # JSON, faster
-    sha.update(read_split_file(config, root))
+    for _, data in split_files(config, root):
+        sha.update(hashlib.sha256(data).digest())
     return sha.hexdigest()
 
 
-def read_split_file(config: DataConfig, root: str) -> bytes:
-    """Contents of `split_file`, which lies below the root, or anywhere by path or URI; nothing where none is set."""
-    if (name := config.split_file) is None:
-        return b""
-    anywhere = "://" in name or name.startswith(("/", "~"))
-    folder, file = parent(name) if anywhere else (root, name)
-    store = open_store(folder)
-    if (info := store.info(file)) is None or info.is_folder:
-        raise Unplannable(f"split_file is {name!r}; there is no such file (a name counts from {root})")
-    with readable(name):
-        return store.read_bytes(file)
+def split_files(config: DataConfig, root: str) -> list[tuple[str, bytes]]:
+    """(name, contents) of the text files that decide the splits: below the root, or anywhere by path or URI.
+
+    Raises Unplannable when split_file is not there, UnusableSource when another one is not.
+    """
+    if config.split == "celeba_partition":
+        return [_first_file(root, names) for names in ((PARTITION,), MAPPINGS)]
+    if config.split_file is None:
+        return []
+    try:
+        return [_first_file(root, (config.split_file,))]
+    except UnusableSource as error:
+        if error.reason != "missing_file":
+            raise
+        message = f"there is no such file (a name counts from {root})"
+        raise Unplannable(f"split_file is {config.split_file!r}; {message}") from None
+
+
+def _first_file(root: str, names: tuple[str, ...]) -> tuple[str, bytes]:
+    for name in names:
+        anywhere = "://" in name or name.startswith(("/", "~"))
+        folder, file = parent(name) if anywhere else (root, name)
+        store = open_store(folder)
+        if (info := store.info(file)) is not None and not info.is_folder:
+            with readable(name):
+                return name, store.read_bytes(file)
+    raise UnusableSource("missing_file", f"{names[0]} is not below {root}")
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------

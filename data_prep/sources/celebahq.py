@@ -1,7 +1,7 @@
 """`celebahq`: CelebA-HQ's 30,000 faces: numbered files of 1024 or fewer pixels, or Glow's TFRecords.
 
 Files: one folder of 00000.jpg ... or 0.png ..., such as `data256x256/`. Splits: split=glow (named by idx),
-glow_records, file. TFRecords: `train-r08-s-0000-of-0120.tfrecords` and `validation-r08-...`, pixels
+glow_records, celeba_partition, file. TFRecords: `train-r08-s-0000-of-0120.tfrecords` and `validation-r08-...`, pixels
 of 2 ** r, raw; their validation records are the test split. The literature agrees on the sizes of splits only, so the
 manifest's hashes of the keys say which one a figure is about.
 """
@@ -30,8 +30,9 @@ from data_prep.sources.base import (
     splits_of,
 )
 
-LAYOUT = """one folder of numbered images (data256x256/00001.jpg, 1024 px PNG or JPEG), with split glow, glow_records
-or file; or Glow's *-r08-s-0000-of-0120.tfrecords; Hugging Face's Parquet is source hf_parquet"""
+LAYOUT = """one folder of numbered images (data256x256/00001.jpg, 1024 px PNG or JPEG), with split glow, glow_records,
+file or celeba_partition (needs list_eval_partition.txt, CelebA-HQ-to-CelebA-mapping.txt); or Glow's
+*-r08-s-0000-of-0120.tfrecords; Hugging Face's Parquet is source hf_parquet"""
 COUNT = "30,000 images: 27,000 train and 3,000 test"
 
 _RECORDS = re.compile(r"-r(?P<log2>\d\d)-s-\d+-of-\d+\.tfrecords?$")

@@ -208,7 +208,7 @@ def _read(config: ExperimentConfig, *, side: int, what: str, bits: int) -> tuple
     for name, data in _files(config.images or ""):
         try:
             decoded = images.decode(
-                data, profile=data_config.profile, exif=data_config.exif or "apply", strict_jpeg=True
+                data, profile=data_config.decode_profile, exif=data_config.exif or "apply", strict_jpeg=True
             )
         except images.UnusableImage as error:
             raise UserError(f"images: {name} cannot be read ({error.message}); {takes}") from None
@@ -228,10 +228,10 @@ def _read(config: ExperimentConfig, *, side: int, what: str, bits: int) -> tuple
 def _fitted(pixels: np.ndarray, data: DataConfig, *, side: int) -> np.ndarray:
     """Cropped and resized as the dataset's images were, and of that the first slice if only that is wanted.
 
-    Where the dataset has many squares of a photo (tiles), this is the central one, as large as it can be.
+    Where the dataset has many squares of a photo (tiles, random), this is the central one, as large as it can be.
     """
     square = pixels if data.crop == "squash" else images.center_crop(pixels)
-    whole = images.resize_squares(square, [data.image_size], profile=data.profile)[data.image_size]
+    whole = images.resize_squares(square, [data.image_size], profile=data.round_profile)[data.image_size]
     return whole[:: data.image_size // side, :: data.image_size // side]
 
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from data_prep import images
 from data_prep.config import DataConfig
-from data_prep.parquet import QUARANTINE_SCHEMA
+from data_prep.parquet import QUARANTINE_SCHEMA, draws
 from data_prep.plan import with_exif
 from data_prep.resize import resize_area
 from data_prep.sources import Reader
@@ -42,11 +42,24 @@ def test_squash_keeps_all_of_a_photo(config: DataConfig, rendered: Callable):
         assert np.array_equal(px, resize_area(whole(config, key), [(16, 16)])[0].astype(np.uint8)), key
 
 
-def test_the_accurate_profile_decodes_and_rounds_accurately(config: DataConfig, rendered: Callable):
-    for key, (_, px) in rendered(dataclasses.replace(config, profile="accurate"))["train"].items():
-        data = (pathlib.Path(config.root) / key).read_bytes()
-        square = images.center_crop(images.decode(data, profile="accurate").pixels)
-        assert np.array_equal(px, images.resize_squares(square, [16], profile="accurate")[16]), key
+def test_random_squares_lie_where_seed_and_key_say(config: DataConfig, rendered: Callable):
+    places = set()
+    for key, (_, px) in rendered(dataclasses.replace(config, crop="random", seed=3))["train"].items():
+        pixels = whole(config, key)
+        longer, side = max(pixels.shape[:2]), min(pixels.shape[:2])
+        (place,) = draws(3, [key], [0], purpose="crop", high=longer - side + 1)
+        square = pixels[place:, :][:side] if key.startswith("tall/") else pixels[:, place:][:, :side]
+        assert np.array_equal(px, images.resize_squares(square, [16], profile="tf")[16]), key
+        places.add(int(place))
+    assert len(places) > 4
+
+
+def test_rounding_and_dct_are_separate_choices(config: DataConfig, rendered: Callable):
+    mixed = dataclasses.replace(config, dct="accurate", rounding="truncate")
+    data = {key: (pathlib.Path(config.root) / key).read_bytes() for key in rendered(mixed)["train"]}
+    for key, (_, px) in rendered(mixed)["train"].items():
+        square = images.center_crop(images.decode(data[key], profile="accurate").pixels)
+        assert np.array_equal(px, images.resize_squares(square, [16], profile="tf")[16]), key
 
 
 @pytest.mark.parametrize(

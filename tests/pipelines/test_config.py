@@ -528,7 +528,7 @@ def test_mistake_on_the_command_line_is_one_line_with_its_place(overrides: tuple
 CHOICES = {
     "data.source": SOURCES,
     "data.crop": CROPS,
-    "data.profile": PROFILES,
+    "data.profile": tuple(PROFILES),
     "data.split": SPLIT_RULES,
     "model.decoder.recipe": RECIPES,
     "model.embedder.recipe": RECIPES,

@@ -33,6 +33,8 @@ def test_good_config_is_frozen() -> None:
         ("split", "magic"),
         ("split", "file"),
         ("split_file", "splits.csv"),
+        ("dct", "slow"),
+        ("rounding", "up"),
         ("exif", "rotate"),
         ("min_side", 0),
         ("num_test_photos", -1),
@@ -52,3 +54,13 @@ def test_tiles_need_a_size() -> None:
     with pytest.raises(ValueError, match="tile_size is None"):
         DataConfig(**GOOD, crop="tiles")
     assert DataConfig(**GOOD, crop="tiles", tile_size=48).tile_stride is None
+
+
+def test_dct_and_rounding_follow_the_profile_unless_named() -> None:
+    def chosen(**changes: object) -> tuple[str, str]:
+        config = DataConfig(**GOOD, **changes)
+        return config.decode_profile, config.round_profile
+
+    assert chosen() == ("tf", "tf") and chosen(profile="accurate") == ("accurate", "accurate")
+    assert chosen(rounding="nearest") == ("tf", "accurate")
+    assert chosen(profile="accurate", dct="fast") == ("tf", "accurate")

@@ -56,7 +56,7 @@ def test_known_sets_are_whole_and_allow_no_quarantine():
     plan.check_counts(config("cifar10-part"), source, short)
     plan.check_counts(config("cifar10", check_counts=False), source, short)
     other_split = {"train": 24_183, "valid": 2_993, "test": 2_824}
-    plan.check_counts(config("celebahq", split="by_photo"), source, other_split)
+    plan.check_counts(config("celebahq", split="celeba_partition"), source, other_split)
     with pytest.raises(UnusableSource, match="count_mismatch"):
         plan.check_counts(config("celebahq", split="glow"), source, other_split)
     shares = [plan.max_quarantine_fraction(config(name)) for name in ("cifar10", "cifar10-part", "pictures")]

@@ -91,13 +91,20 @@ def test_file_names_the_split_of_every_image(tmp_path: pathlib.Path):
             sizes(rule, found, str(tmp_path))
 
 
-def test_what_decides_the_splits_is_part_of_the_source(tmp_path: pathlib.Path):
+@pytest.mark.parametrize(
+    ("rule", "names"),
+    [
+        ({"split": "file", "split_file": "splits.csv"}, ["splits.csv"]),
+        ({"split": "celeba_partition"}, ["list_eval_partition.txt", "image_list.txt"]),
+    ],
+)
+def test_what_decides_the_splits_is_part_of_the_source(tmp_path: pathlib.Path, rule: dict, names: list[str]):
     """An edit in place that keeps the size and the time counts."""
-    rule = config(root=str(tmp_path), source="folder", split="file", split_file="splits.csv")
     (tmp_path / "a.png").write_bytes(b"")
     hashes = []
-    for text in ("train", "valid"):
-        (tmp_path / "splits.csv").write_text(text)
-        os.utime(tmp_path / "splits.csv", (1, 1))
-        hashes.append(identify(rule)[1])
-    assert hashes[0] != hashes[1]
+    for edited in (None, *names):
+        for name in names:
+            (tmp_path / name).write_text("valid" if name == edited else "train")
+            os.utime(tmp_path / name, (1, 1))
+        hashes.append(identify(config(root=str(tmp_path), source="folder", **rule))[1])
+    assert len(set(hashes)) == 1 + len(names)

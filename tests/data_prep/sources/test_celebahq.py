@@ -96,6 +96,31 @@ def test_the_same_number_twice_is_a_duplicate(tmp_path: pathlib.Path, faces: lis
     assert [(r.item.key, r.reason) for r in found.rejected] == [("1.png", "duplicate_name")]
 
 
+def test_celeba_partition_follows_the_mapping(tmp_path: pathlib.Path, faces: list):
+    (tmp_path / "CelebA-HQ-img").mkdir()
+    for i in range(4):
+        (tmp_path / "CelebA-HQ-img" / f"{i}.jpg").write_bytes(faces[i][1])
+    mapping = (
+        "idx orig_idx orig_file\n0 119613 119614.jpg\n1 99094 099095.jpg\n2 200121 200122.jpg\n3 81059 081060.jpg\n"
+    )
+    (tmp_path / "CelebA-HQ-to-CelebA-mapping.txt").write_text(mapping)
+    partition = tmp_path / "list_eval_partition.txt"
+    partition.write_text("119614.jpg 0\n099095.jpg 2\n200122.jpg 1\n081060.jpg 0\n000001.jpg 0\n")
+    rule = config(tmp_path, split="celeba_partition")
+    by_split = plan.split_items(rule, str(tmp_path), sources.find(rule).items)
+    assert {split: [item.key for item in found] for split, found in by_split.items()} == {
+        "train": ["0.jpg", "3.jpg"],
+        "valid": ["2.jpg"],
+        "test": ["1.jpg"],
+    }
+    partition.write_text("119614.jpg 0\n")
+    with pytest.raises(UnusableSource, match="split_mismatch: 1.jpg"):
+        plan.split_items(rule, str(tmp_path), sources.find(rule).items)
+    partition.unlink()
+    with pytest.raises(UnusableSource, match="missing_file: list_eval_partition.txt"):
+        plan.split_items(rule, str(tmp_path), sources.find(rule).items)
+
+
 # ---- TFRecords -----------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,8 @@ from data_prep.files import Store
 from data_prep.plan import make_plan
 from data_prep.sources.base import UnusableSource
 
+PARTITION, MAPPING = "list_eval_partition.txt", "CelebA-HQ-to-CelebA-mapping.txt"
+MAPPED = "idx orig_idx orig_file\n0 0 000001.jpg\n1 1 000002.jpg\n"
 NO_TEXT = b"\xff\xfe1\n2\n"
 
 
@@ -37,6 +39,10 @@ def photos(root: pathlib.Path, jpegs: list) -> DataConfig:
     for i in (0, 1):
         (root / f"{i}.jpg").write_bytes(jpegs[i][1])
     return config(root, source="folder", split="file", split_file="splits.txt")
+
+
+def faces(root: pathlib.Path, jpegs: list) -> DataConfig:
+    return dataclasses.replace(photos(root, jpegs), source="celebahq", split="celeba_partition", split_file=None)
 
 
 def nothing(root: pathlib.Path, jpegs: list) -> DataConfig:
@@ -61,8 +67,16 @@ CASES: dict[str, tuple[Callable, dict[str, bytes], str]] = {
     "split file is not text": (
         photos,
         {"splits.txt": NO_TEXT},
-        "splits.txt: '2' names none of train, valid, test",
+        "splits.txt is not text in UTF-8 (the first bad byte is number 0)",
     ),
+    "partition is not text": (faces, {PARTITION: NO_TEXT, MAPPING: MAPPED.encode()}, f"{PARTITION} is not text"),
+    "partition is a page": (
+        faces,
+        {PARTITION: b"<html>\n", MAPPING: MAPPED.encode()},
+        "0.jpg: the mapping and the part",
+    ),
+    "mapping is empty": (faces, {PARTITION: b"000001.jpg 0\n", MAPPING: b"\n"}, f"{MAPPING} has no columns idx and"),
+    "mapping is cut": (faces, {PARTITION: b"000001.jpg 0\n", MAPPING: MAPPED[:40].encode()}, "1.jpg: the mapping and"),
     "method of compression": (nothing, {BATCH: arrays(compression=99)}, f"{BATCH}: That compression method"),
     "compressed bytes": (nothing, {BATCH: arrays(cut=True)}, f"{BATCH}: "),
 }
