@@ -229,7 +229,7 @@ def describe_splits(config: DataConfig, source: Source) -> str:
     if config.split != "auto":
         return f"by split={config.split}" + (", not the source's own" if given else "")
     if not given:
-        names = "splits are folders or files named train, and valid or test; else split=file"
+        names = "splits are folders or files named train, and valid or test, or lists of every image; else split=file"
         return "drawn by the seed" + (f", not by {source.split_like} ({names})" if source.split_like else "")
     return f"the source's own {' and '.join(given)}; num_*_photos apply to others only (split=by_photo: to all)"
 

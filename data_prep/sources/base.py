@@ -13,9 +13,9 @@ import importlib
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, cast
 
 import pyarrow as pa
 
@@ -151,16 +151,28 @@ class Source:
     split_like: str | None = None  # a name that may mean a split and was not taken for one
 
 
-def layout(name: str) -> Any:
-    """The module of a layout. It has
+class Layout(Protocol):
+    """The names that a layout's module has. Only layouts whose items are rows of blocks need `read_block`, and only
+    those that not just any file of theirs proves need `recognise`."""
 
-    LAYOUT, COUNT                 for people: which files, how many images
-    used(listing, config)         the files that it explains: read, or left out for a known reason
-    index(listing, config)        the Index of a listing of these files alone; there is at least one
-    recognise(listing, config)    why the folder is taken for it, or None; where not just any such file proves it
-    read_block(stream, item)      where items are rows of blocks: the rows of the item's block, bytes or Arrow scalars
-    """
-    return importlib.import_module(f"data_prep.sources.{name}")
+    LAYOUT: str  # for people
+    COUNT: str  # for people: how many images
+
+    def recognise(self, listing: Listing, config: DataConfig) -> str | None:
+        """Why the folder is taken for this layout, or None."""
+
+    def used(self, listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
+        """The files that the layout explains: those that it reads, and those that it leaves out for a known reason."""
+
+    def index(self, listing: Listing, config: DataConfig) -> Index:
+        """The items in a listing of these files alone; there is at least one."""
+
+    def read_block(self, stream: pa.NativeFile, item: Item) -> Sequence[Any]:
+        """The rows of the item's block: bytes, or {"bytes": ..., "path": ...}. Raises UnusableSource."""
+
+
+def layout(name: str) -> Layout:
+    return cast(Layout, importlib.import_module(f"data_prep.sources.{name}"))
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------
@@ -171,14 +183,17 @@ def is_unsafe(name: str) -> bool:
     return name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/")
 
 
-def splits_of(paths: Collection[str], config: DataConfig, found: Index) -> dict[str, str | None]:
+def splits_of(
+    paths: Collection[str], config: DataConfig, found: Index, *, listed: Callable[[], dict[str, str]] = dict
+) -> dict[str, str | None]:
     """{path: its split, None where it has none} of what is read; the rest is counted in `found.skipped`.
 
     The folders, or the files, of one level name the splits: train with another one, or all of them alike. Images whose
-    own names do so count only when every one of them does. ImageNet is scored on its validation images; its test images
-    have no labels and are in no result. Raises Unplannable when too many are in none of the splits.
+    own names do so count only when every one of them does. Where no names do, `listed` gives {path: split} by lists.
+    ImageNet is scored on its validation images; its test images have no labels and are in no result. Raises
+    Unplannable when too many are in none of the splits.
     """
-    named = _named_splits(paths)
+    named = _named_splits(paths) or listed()
     if re.match("imagenet(?![a-z])", config.dataset):
         named = {path: {"train": "train", "valid": "test"}.get(split, "") for path, split in named.items()}
     outside = [path for path in paths if path not in named] if named and config.split == "auto" else []

@@ -122,6 +122,35 @@ def test_the_build_says_where_the_splits_come_from(tmp_path: pathlib.Path):
     assert "not by split.json (" in said("a.png", "split.json")
 
 
+@pytest.mark.parametrize(
+    ("lists", "expected"),
+    [
+        ({"train.txt": "a/0.png\na/1.png\n", "test.txt": "b/2.png\n"}, {"train": 2, "test": 1}),
+        ({"meta/train.lst": "\ufeff0 7\r\n1 8\r\n", "meta/val.lst": "2 9\r\n"}, {"train": 2, "valid": 1}),
+        ({"train.csv": 'file,label\n"0.png",x y\n1.png,z\n', "valid.csv": "file\n2.png\n"}, {"train": 2, "valid": 1}),
+        ({"cat_train.txt": "0 1\n1 -1\n", "dog_train.txt": "0\n1\n", "dog_val.txt": "2\n"}, {"train": 2, "valid": 1}),
+        ({"train.txt": "0\n1\n", "test.txt": "1\n2\n"}, {None: 3}),
+        ({"train.txt": "0\n", "test.txt": "2\n"}, {None: 3}),
+        ({"train.txt": "0\n1\n", "test.txt": "2\n3\n"}, {None: 3}),
+        ({"train.txt": "0\n1\n2\n", "trainval.txt": "0\n"}, {None: 3}),
+        ({"train.txt": "0\n1\n", "test.txt": b"\xff"}, {None: 3}),
+    ],
+)
+def test_lists_are_splits_if_they_name_every_image_once(tmp_path: pathlib.Path, lists: dict, expected: dict):
+    write(tmp_path, "a/0.png", "a/1.png", "b/2.png")
+    for name, text in lists.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    found = sources.find(config(tmp_path))
+    assert splits(found) == expected
+    assert ("; splits by" in found.why, found.skipped.get("not_a_data_file", 0)) == (
+        (True, 0) if None not in expected else (False, len(lists))
+    )
+    before = sources.identify(config(tmp_path))
+    (tmp_path / next(iter(lists))).write_text("")
+    assert sources.identify(config(tmp_path)) != before
+
+
 def test_images_whose_names_do_not_say_so_are_no_silent_loss(tmp_path: pathlib.Path):
     write(tmp_path, "a.png", "b", "c.png_large", "notes.txt")
     (tmp_path / "notes.txt").write_text("II. Text")
