@@ -6,7 +6,7 @@ chunk's Parquet file appears whole, after its PNGs: a later start of the same at
 rest. How a network draws stands in spn/sampling.py and spn/decoding/incremental.py.
 
     images/<key>.png                                     8 bits per channel, for the eye
-    res=<R>/bits=<B>/samples-00000-of-00004.parquet      columns as in data_prep/parquet.py, values of B bits
+    res=<R>/bits=<B>/samples-00000-of-00004.parquet      key, and px as in data_prep/parquet.py, of B bits
     chunks.json                                          {"batch_size": images drawn at once}
 """
 
@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from data_prep.files import Store, UserError, open_store
-from data_prep.parquet import ShardWriter, open_parquet, pixels, schema, shard_path
+from data_prep.parquet import open_parquet, pixel_column, pixels, shard_path
 from pipelines.config import DrawingConfig
 from pipelines.dag.node import NodeContext, NodeOutput, NodeResult, Picture
 from pipelines.dag.progress import Reporter
@@ -276,7 +277,8 @@ class DrawingWorker:
                 on_row=on_row,
             )
         values = list(known.values())[-1].permute(0, 2, 3, 1).to(torch.uint8).cpu().numpy()
-        write_chunk(open_store(self.job.out), chunk, values, num_bits=depth_after(configs[config.stages[-1]]))
+        num_bits = depth_after(configs[config.stages[-1]])
+        write_chunk(open_store(self.job.out), _path(configs, chunk), chunk, values, num_bits=num_bits)
 
     def _start(self, images: Chunk) -> dict[str, Any]:
         """What `sample_chain` starts from."""
@@ -297,26 +299,14 @@ class DrawingWorker:
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
-def write_chunk(store: Store, chunk: Chunk, values: np.ndarray, *, num_bits: int) -> None:
+def write_chunk(store: Store, path: str, chunk: Chunk, values: np.ndarray, *, num_bits: int) -> None:
     """values: uint8 [n, R, R, 3] of `num_bits` bits."""
-    keys = chunk.keys
-    for key, picture in zip(keys, display(values, num_bits=num_bits), strict=True):
+    for key, picture in zip(chunk.keys, display(values, num_bits=num_bits), strict=True):
         store.write_bytes(f"{IMAGES}/{key}.png", png(picture))
-    side, num = values.shape[1], len(values)
-    names = schema(side).remove(schema(side).get_field_index("px"))
-    columns = [list(keys), [None] * num, [side] * num, [side] * num, [0] * num]  # key, label, sides, flags
-    with ShardWriter(
-        store,
-        split=SPLIT,
-        index=chunk.index,
-        num_shards=chunk.of,
-        resolutions=[side],
-        bits=[num_bits],
-        row_group_rows=None,
-    ) as writer:
-        table = pa.table([pa.array(c, f.type) for c, f in zip(columns, names, strict=True)], schema=names)
-        # The writer takes 8 bits, of which it keeps the high ones.
-        writer.append(table, {side: values << (8 - num_bits)})
+    table = pa.table({"key": list(chunk.keys), "px": pixel_column(values)})
+    plain = {"use_dictionary": False, "write_statistics": False}  # of px they would put whole images into the footer
+    with store.writing([path]) as streams:
+        pq.write_table(table, streams[path], compression="zstd", write_page_checksum=True, **plain)
 
 
 def read_chunks(store: Store, configs: Mapping[str, SPNConfig], chunks: Iterable[Chunk], *, most: int) -> np.ndarray:
