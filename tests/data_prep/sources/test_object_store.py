@@ -96,26 +96,6 @@ def test_sources_on_s3_are_those_on_disk(tmp_path: pathlib.Path, jpegs: list, s3
             assert all(np.array_equal(px, found[split][key][1]) for key, (_, px) in part.items()), name
 
 
-def test_a_split_file_may_lie_on_s3(tmp_path: pathlib.Path, jpegs: list, s3: Callable, rendered: Callable):
-    (tmp_path / "raw").mkdir()
-    for i, (_, data) in enumerate(jpegs):
-        (tmp_path / "raw" / f"{i}.jpg").write_bytes(data)
-    lines = [f"{i}.jpg,{'test' if i == 2 else 'train'}" for i in range(len(jpegs))]
-    (tmp_path / "raw" / "splits.csv").write_text("\n".join(lines))
-    upload(tmp_path / "raw", s3("other/raw"))
-    config = DataConfig(
-        dataset="pictures",
-        image_size=8,
-        resolutions=[8],
-        bits=[8],
-        root=s3("other/raw"),
-        split="file",
-        split_file="splits.csv",
-    )
-    assert list(rendered(config)["test"]) == ["2.jpg"]
-    assert list(rendered(dataclasses.replace(config, split_file=s3("other/raw/splits.csv")))["test"]) == ["2.jpg"]
-
-
 def test_a_file_that_became_shorter_is_an_error(tmp_path: pathlib.Path, jpegs: list):
     write_sources(tmp_path, jpegs)
     config = DataConfig(dataset="x", image_size=8, resolutions=[8], bits=[8], root=str(tmp_path / "tars"))

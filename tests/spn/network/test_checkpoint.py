@@ -74,14 +74,6 @@ def test_round_trip_bit_for_bit(
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-def test_the_average_holds_every_weight_of_the_network(trained, tmp_path):
-    """Both weight files have the same names and shapes, so either loads strictly."""
-    save(tmp_path, trained("depth_upscale", 2))
-    raw, averaged = (load_weights(tmp_path, averaged=a) for a in (False, True))
-    assert {k: v.shape for k, v in raw.items()} == {k: v.shape for k, v in averaged.items()}
-    assert all(not torch.equal(raw[k], averaged[k]) for k in ("decoder.head.weight", "embedder.out.weight"))
-
-
 def test_four_files_of_documented_names(trained, tmp_path):
     state = trained("size_upscale", 2)
     save(tmp_path, state)
@@ -94,27 +86,6 @@ def test_four_files_of_documented_names(trained, tmp_path):
     # The weights can be read without this project.
     assert load_file(tmp_path / "ema.safetensors").keys() == state.polyak.shadow.keys()
     assert json.loads((tmp_path / "config.json").read_text()) == {"model": asdict(state.model.config)}
-
-
-@pytest.mark.parametrize("optimizer", ["rmsprop", "adamw"])
-def test_trainer_holds_tensors_and_plain_containers_only(optimizer, trained, tmp_path):
-    """It loads with weights_only=True, and nothing but basic types is in it."""
-    save(tmp_path, trained("first_slice", 2, optimizer=optimizer))
-    loaded = torch.load(tmp_path / "trainer.pt", weights_only=True)
-
-    def check(value: object) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                assert type(key) in (str, int)
-                check(inner)
-        elif isinstance(value, list | tuple):
-            for inner in value:
-                check(inner)
-        else:
-            assert value is None or type(value) in (Tensor, int, float, bool, str), type(value)
-
-    check(loaded)
-    assert loaded["step"] == 3 and len(loaded["optimizer"]["state"]) > 0
 
 
 class Intruder:
