@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spn.config import DecoderConfig, EmbedderConfig
-
-if TYPE_CHECKING:
-    from spn.modern import GroupNorm
 
 
 def group_sizes(num_channels: int) -> list[int]:
@@ -72,6 +69,25 @@ class MaskedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.masked_weight(), self.bias)
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """Unit mean square over the last axis, without parameters."""
+    return F.rms_norm(x, (x.shape[-1],), eps=1e-6)
+
+
+class GroupNorm(nn.Module):
+    """RMS norm of each RGB group of a stream by itself, with a gain: no group learns anything of another one."""
+
+    def __init__(self, num_channels: int) -> None:
+        super().__init__()
+        self.sizes = group_sizes(num_channels)
+        self.gain = nn.Parameter(torch.empty(num_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., R] -> [..., R]."""
+        groups = [rms_norm(part) if part.shape[-1] else part for part in x.split(self.sizes, dim=-1)]
+        return torch.cat(groups, dim=-1) * self.gain
 
 
 class GatedPixelCNNLayer(nn.Module):

@@ -16,6 +16,7 @@ from spn.config import SPNConfig
 from spn.layers import (
     AttentionStack,
     GatedPixelCNNLayer,
+    GroupNorm,
     IntensityEmbedding,
     MaskedLinear,
     ParameterAttention,
@@ -26,7 +27,7 @@ from spn.layers import (
     module_list,
     run_layer,
 )
-from spn.modern import CausalStem, GroupNorm, ModernLayer, ModernStack
+from spn.modern import CausalStem, ModernLayer, ModernStack
 from spn.ordering import slot_sources, target_slices
 
 META_UNITS = 8  # units of the meta-position embedding (section 3.2)

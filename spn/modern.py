@@ -13,28 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spn.config import DecoderConfig, EmbedderConfig
-from spn.layers import group_sizes, module_list, run_layer
+from spn.layers import module_list, rms_norm, run_layer
 
 STEM_ROWS, STEM_COLUMNS = 4, 7  # what the decoder's stem sees: this row and three above, three columns on either side
-
-
-def rms_norm(x: Tensor) -> Tensor:
-    """Unit mean square over the last axis, without parameters."""
-    return F.rms_norm(x, (x.shape[-1],), eps=1e-6)
-
-
-class GroupNorm(nn.Module):
-    """RMS norm of each RGB group of a stream by itself, with a gain: no group learns anything of another one."""
-
-    def __init__(self, num_channels: int) -> None:
-        super().__init__()
-        self.sizes = group_sizes(num_channels)
-        self.gain = nn.Parameter(torch.empty(num_channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., R] -> [..., R]."""
-        groups = [rms_norm(part) if part.shape[-1] else part for part in x.split(self.sizes, dim=-1)]
-        return torch.cat(groups, dim=-1) * self.gain
 
 
 def rotary_turns(height: int, width: int, head_dim: int) -> Tensor:

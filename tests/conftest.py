@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from spn.config import DecoderConfig, EmbedderConfig, SPNConfig
+from spn.layers import GroupNorm
 from spn.model import SPN
-from spn.modern import GroupNorm
 
 # Ray stays on loopback, without telemetry and tokens. It reads some of these on import, so they are set before; its
 # workers are new processes and find this checkout only through the environment.

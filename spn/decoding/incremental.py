@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spn.layers import MaskedLinear, TransformerLayer
+from spn.layers import GroupNorm, MaskedLinear, TransformerLayer
 from spn.model import SPN, ModernDecoder, PaperDecoder
-from spn.modern import STEM_COLUMNS, STEM_ROWS, GroupNorm, ModernLayer
+from spn.modern import STEM_COLUMNS, STEM_ROWS, ModernLayer
 
 BITS = 24  # a coder's frequencies sum to at most 2^BITS
 

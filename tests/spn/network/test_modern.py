@@ -14,9 +14,9 @@ import math
 import pytest
 import torch
 
-from spn.layers import channel_groups
+from spn.layers import GroupNorm, channel_groups
 from spn.model import SPN, cosines, nll_nats
-from spn.modern import CausalStem, GroupNorm, ModernLayer, rotary_turns, rotate
+from spn.modern import CausalStem, ModernLayer, rotary_turns, rotate
 from tests.spn.whole_images import logits_of, target_of
 
 MODERN = {"recipe": "modern", "num_memory_rows": 10}
