@@ -30,13 +30,11 @@ from data_prep.config import SPLITS, DataConfig
 from data_prep.parquet import permutation
 from data_prep.sources.base import (
     ENCODED,
-    MAPPINGS,
     Item,
     Reader,
     Source,
     Unplannable,
     UnusableSource,
-    as_text,
     split_files,
     split_words,
 )
@@ -274,16 +272,11 @@ def _glow(config: DataConfig, items: list[Item]) -> dict[str, str]:
 
 
 def _celeba_partition(config: DataConfig, root: str, items: list[Item]) -> dict[str, str]:
-    """CelebA-HQ's image i is CelebA's image orig_file; that one's partition is 0 train, 1 valid, 2 test."""
-    partition_lines, mapping_lines = ([line.split() for line in lines] for lines in _lines(config, root))
-    partition = {line[0]: SPLITS[int(line[1])] for line in partition_lines if line[1:2] in (["0"], ["1"], ["2"])}
-    header, *rows = mapping_lines or [[]]
-    try:
-        index, original = header.index("idx"), header.index("orig_file")
-    except ValueError:
-        raise UnusableSource("missing_column", f"{MAPPINGS[0]} has no columns idx and orig_file") from None
-    rows = [row for row in rows if len(row) > max(index, original) and row[index].isdecimal()]
-    original_of = {int(row[index]): row[original] for row in rows}  # an image that no good line names is reported below
+    """CelebA-HQ's image idx is CelebA's image orig_file, the first and third column of the mapping; that one's
+    partition is 0 train, 1 valid, 2 test."""
+    partition_rows, mapping_rows = ([line.split() for line in lines] for lines in _lines(config, root))
+    partition = {row[0]: SPLITS[int(row[1])] for row in partition_rows if row[1:2] in (["0"], ["1"], ["2"])}
+    original_of = {int(row[0]): row[2] for row in mapping_rows if len(row) > 2 and row[0].isdecimal()}
     split_of = {}
     for item in items:
         name = original_of.get(_number(item))
@@ -315,7 +308,7 @@ def _from_file(config: DataConfig, root: str, items: list[Item]) -> dict[str, st
 
 def _lines(config: DataConfig, root: str) -> list[list[str]]:
     """The lines of each file that decides the splits."""
-    texts = [as_text(data, path=name) for name, data in split_files(config, root)]
+    texts = [data.decode("utf-8-sig", "replace") for data in split_files(config, root)]
     return [[line for line in text.splitlines() if line.strip()] for text in texts]
 
 

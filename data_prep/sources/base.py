@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any
 
 import pyarrow as pa
 
@@ -29,7 +29,7 @@ from data_prep.images import is_image_name as is_image_name
 ENCODED, HWC, CHW = "encoded", "hwc", "chw"  # an image file; raw uint8 of a square, interleaved or in planes
 
 PARTITION = "list_eval_partition.txt"  # of CelebA
-MAPPINGS = ("CelebA-HQ-to-CelebA-mapping.txt", "image_list.txt")  # the first that exists counts
+MAPPINGS: tuple[str, ...] = ("CelebA-HQ-to-CelebA-mapping.txt", "image_list.txt")  # the first that exists counts
 
 _MAX_OPEN = 16  # files that stay open for further items
 MAX_FILE_BYTES = 320 << 20  # of one image: a BMP of images.MAX_PIXELS is smaller
@@ -151,28 +151,16 @@ class Source:
     split_like: str | None = None  # a name that may mean a split and was not taken for one
 
 
-class Layout(Protocol):
-    """The names that a layout's module has. Only layouts whose items are rows of blocks need `read_block`, and only
-    those that not just any file of theirs proves need `recognise`."""
+def layout(name: str) -> Any:
+    """The module of a layout. It has
 
-    LAYOUT: str  # for people
-    COUNT: str  # for people: how many images
-
-    def recognise(self, listing: Listing, config: DataConfig) -> str | None:
-        """Why the folder is taken for this layout, or None."""
-
-    def used(self, listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
-        """The files that the layout explains: those that it reads, and those that it leaves out for a known reason."""
-
-    def index(self, listing: Listing, config: DataConfig) -> Index:
-        """The items in a listing of these files alone; there is at least one."""
-
-    def read_block(self, stream: pa.NativeFile, item: Item) -> Sequence[Any]:
-        """The rows of the item's block: bytes, or {"bytes": ..., "path": ...}. Raises UnusableSource."""
-
-
-def layout(name: str) -> Layout:
-    return cast(Layout, importlib.import_module(f"data_prep.sources.{name}"))
+    LAYOUT, COUNT                 for people: which files, how many images
+    used(listing, config)         the files that it explains: read, or left out for a known reason
+    index(listing, config)        the Index of a listing of these files alone; there is at least one
+    recognise(listing, config)    why the folder is taken for it, or None; where not just any such file proves it
+    read_block(stream, item)      where items are rows of blocks: the rows of the item's block, bytes or Arrow scalars
+    """
+    return importlib.import_module(f"data_prep.sources.{name}")
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------
@@ -261,15 +249,6 @@ def choose_side(found: dict[str, int], config: DataConfig, *, source: str) -> in
     return config.image_size
 
 
-def as_text(data: bytes, *, path: str) -> str:
-    """Raises UnusableSource."""
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        message = f"{path} is not text in UTF-8 (the first bad byte is number {error.start})"
-        raise UnusableSource("corrupt_source_file", message) from None
-
-
 def refuse_bomb(unfolded: int, *, stored: int, where: str) -> None:
     """Raises UnusableSource when that many bytes come from so few `stored` ones."""
     if unfolded > max(MAX_UNFOLDED_BYTES, _MAX_UNFOLDING * stored):
@@ -330,38 +309,27 @@ def hash_of(root: str, files: Iterable[SourceFile], config: DataConfig) -> str:
     for file in files:
         third = f'"{store.sha256(file.path)}"' if config.root is None else file.mtime_ns
         sha.update(f"[{json.dumps(file.path)}, {file.size}, {third}]\n".encode())  # JSON, faster
-    for _, data in split_files(config, root):
+    for data in split_files(config, root):
         sha.update(hashlib.sha256(data).digest())
     return sha.hexdigest()
 
 
-def split_files(config: DataConfig, root: str) -> list[tuple[str, bytes]]:
-    """(name, contents) of the text files that decide the splits: below the root, or anywhere by path or URI.
-
-    Raises Unplannable when split_file is not there, UnusableSource when another one is not.
-    """
-    if config.split == "celeba_partition":
-        return [_first_file(root, names) for names in ((PARTITION,), MAPPINGS)]
-    if config.split_file is None:
-        return []
-    try:
-        return [_first_file(root, (config.split_file,))]
-    except UnusableSource as error:
-        if error.reason != "missing_file":
-            raise
-        message = f"there is no such file (a name counts from {root})"
-        raise Unplannable(f"split_file is {config.split_file!r}; {message}") from None
+def split_files(config: DataConfig, root: str) -> list[bytes]:
+    """Contents of the files that decide the splits: below the root, or anywhere by path or URI. Raises Unplannable."""
+    names = [(PARTITION,), MAPPINGS] if config.split == "celeba_partition" else []
+    names += [(config.split_file,)] if config.split_file else []
+    return [_first_file(config, root, each) for each in names]
 
 
-def _first_file(root: str, names: tuple[str, ...]) -> tuple[str, bytes]:
+def _first_file(config: DataConfig, root: str, names: tuple[str, ...]) -> bytes:
     for name in names:
         anywhere = "://" in name or name.startswith(("/", "~"))
         folder, file = parent(name) if anywhere else (root, name)
         store = open_store(folder)
         if (info := store.info(file)) is not None and not info.is_folder:
             with readable(name):
-                return name, store.read_bytes(file)
-    raise UnusableSource("missing_file", f"{names[0]} is not below {root}")
+                return store.read_bytes(file)
+    raise Unplannable(f"split is {config.split!r}; there is no file {names[0]} (a name counts from {root})")
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------

@@ -124,9 +124,7 @@ def test_tiles_split_by_photo_and_held_out_ones_do_not_overlap(config: DataConfi
     assert not photos["valid"] & photos["test"]
 
 
-def test_only_deleted_and_damaged_shards_are_written_again(
-    config: DataConfig, tmp_path: pathlib.Path
-):
+def test_only_deleted_and_damaged_shards_are_written_again(config: DataConfig, tmp_path: pathlib.Path):
     out = tmp_path / "set"
     build(config, out=str(out), progress=quiet)
     before = contents(out)

@@ -87,7 +87,7 @@ def test_file_names_the_split_of_every_image(tmp_path: pathlib.Path):
     path.unlink()
     for make in (lambda: None, path.mkdir):
         make()
-        with pytest.raises(Unplannable, match="^split_file is 'splits.csv'; there is no such file"):
+        with pytest.raises(Unplannable, match="^split is 'file'; there is no file splits.csv"):
             sizes(rule, found, str(tmp_path))
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 from data_prep import images, plan, sources
 from data_prep.config import DataConfig
 from data_prep.sources import celebahq
-from data_prep.sources.base import HWC, UnusableSource
+from data_prep.sources.base import HWC, Unplannable, UnusableSource
 
 
 def config(root: pathlib.Path, **changes: object) -> DataConfig:
@@ -117,7 +117,7 @@ def test_celeba_partition_follows_the_mapping(tmp_path: pathlib.Path, faces: lis
     with pytest.raises(UnusableSource, match="split_mismatch: 1.jpg"):
         plan.split_items(rule, str(tmp_path), sources.find(rule).items)
     partition.unlink()
-    with pytest.raises(UnusableSource, match="missing_file: list_eval_partition.txt"):
+    with pytest.raises(Unplannable, match="split is 'celeba_partition'; there is no file list_eval_partition.txt"):
         plan.split_items(rule, str(tmp_path), sources.find(rule).items)
 
 

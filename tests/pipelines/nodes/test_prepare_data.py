@@ -61,7 +61,11 @@ CASES: dict[str, tuple[Callable[[Path], None], dict, str]] = {
         {"split": "file", "split_file": "splits.txt"},
         "data.root: split_mismatch: splits.txt names 2 images, ",
     ),
-    "no split file": (photos, {"split": "file", "split_file": "splits.txt"}, "data.split_file is 'splits.txt'; "),
+    "no split file": (
+        photos,
+        {"split": "file", "split_file": "splits.txt"},
+        "data.split is 'file'; there is no ",
+    ),
     "held out": (photos, {"num_test_photos": 4}, "data.num_valid_photos + num_test_photos is 4; "),
     "glow": (photos, {"split": "glow"}, "data.split is 'glow'; it takes 3000 images for test, "),
     "tiles": (photos, {"crop": "tiles", "tile_size": 20}, "data.root: 4 of 4 photos cannot be used, "),
