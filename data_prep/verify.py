@@ -118,19 +118,7 @@ def _is_low_depth(uri: str, shard: Shard, whole: Shard) -> bool:
 def readme(manifest: Manifest) -> str:
     """The dataset's own README.md: what a person needs to know before using or citing it."""
     config = manifest.config
-    chosen = (
-        "resolutions",
-        "bits",
-        "crop",
-        "tile_size",
-        "tile_stride",
-        "profile",
-        "dct",
-        "rounding",
-        "exif",
-        "min_side",
-        "seed",
-    )
+    chosen = "resolutions bits crop tile_size tile_stride profile dct rounding exif min_side seed".split()
     lines = "\n".join(f"- {line}" for line in counts(manifest))
     licence = "The images keep the licences of their source."
     if manifest.source["built_in"]:

@@ -5,7 +5,6 @@ pytest tests/data_prep/sources/test_celebahq.py
 
 from __future__ import annotations
 
-import io
 import pathlib
 import struct
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from data_prep import images, plan, sources
 from data_prep.config import DataConfig
@@ -31,20 +29,9 @@ def small_glow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "NUM_GLOW_TEST", 2)
 
 
-@pytest.fixture(scope="session")
-def faces(shared_or_none: pathlib.Path | None) -> list[tuple[str, bytes]]:
-    """(suffix, bytes): six genuine CelebA-HQ images of 1024 pixels where they are, else generated ones."""
-    folder = None if shared_or_none is None else shared_or_none / "data" / "faces" / "celeba-hq-1024"
-    if folder is not None and folder.is_dir():
-        paths = sorted(folder.glob("png/*.png")) + sorted(folder.glob("stargan-v2/*/*.jpg"))[:4]
-        return [(path.suffix, path.read_bytes()) for path in paths]
-    found = []
-    for i in range(6):
-        buffer = io.BytesIO()
-        small = np.random.default_rng(i).integers(0, 256, (6, 6, 3)).astype(np.uint8)
-        Image.fromarray(small).resize((64, 64)).save(buffer, "PNG")
-        found.append((".png", buffer.getvalue()))
-    return found
+@pytest.fixture
+def faces(jpegs: list) -> list[tuple[str, bytes]]:
+    return [(".jpg", data) for _, data in jpegs]
 
 
 # ---- numbered files ------------------------------------------------------------------------------------------------
@@ -63,8 +50,8 @@ def test_numbered_files_are_split_by_number(
     assert {key.partition(".")[0] for key in found["test"]} == {"8", "9"}
     for part in found.values():
         for key, (_, px) in part.items():
-            whole = images.decode(faces[int(key.partition(".")[0]) - 8][1], profile="tf").pixels
-            assert np.array_equal(px, images.resize_squares(whole, [32], profile="tf")[32])
+            photo = images.decode(faces[int(key.partition(".")[0]) - 8][1], profile="tf").pixels
+            assert np.array_equal(px, images.resize_squares(images.center_crop(photo), [32], profile="tf")[32])
 
 
 def test_glow_takes_its_three_thousand_by_the_number_in_celebahq_or_in_the_records():

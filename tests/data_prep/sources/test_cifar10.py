@@ -26,21 +26,14 @@ def config(root: pathlib.Path, **changes: object) -> DataConfig:
     return DataConfig(**{**good, "root": str(root), **changes})
 
 
-@pytest.fixture(scope="session")
-def originals(shared_or_none: pathlib.Path | None) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Split -> ((N, 32, 32, 3) pixels, labels): the first official images where they are, else generated ones."""
-    found = {}
-    for split, number in (("train", 40), ("test", 20)):
-        folder = None if shared_or_none is None else shared_or_none / "data" / "cifar10"
-        if folder is not None and folder.is_dir():
-            strip = np.asarray(Image.open(folder / "strips" / f"{split}-000.webp")).reshape(500, 32, 32, 3)
-            labels = np.frombuffer((folder / f"{split}_labels.u8").read_bytes(), np.uint8)
-            found[split] = strip[:number], labels[:number]
-        else:
-            rng = np.random.default_rng(number)
-            pixels = rng.integers(0, 256, (number, 32, 32, 3)).astype(np.uint8)
-            found[split] = pixels, rng.integers(0, 10, number).astype(np.uint8)
-    return found
+@pytest.fixture
+def originals() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Split -> ((N, 32, 32, 3) pixels, labels)."""
+    rng = np.random.default_rng(0)
+    return {
+        split: (rng.integers(0, 256, (n, 32, 32, 3)).astype(np.uint8), rng.integers(0, 10, n).astype(np.uint8))
+        for split, n in (("train", 40), ("test", 20))
+    }
 
 
 def png(square: np.ndarray) -> bytes:

@@ -83,22 +83,12 @@ def test_what_the_launcher_starts_may_use_the_bucket(
         assert "AmazonS3FullAccess" in {policy["PolicyName"] for policy in policies}
 
 
-def test_machines_have_what_the_comments_say(cluster: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_have_the_cores_and_gpus_that_are_counted_on(
+    cluster: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """moto carries Amazon's table of instance types; Ray derives each group's CPUs and GPUs from it."""
     from moto.ec2.models.instance_types import INSTANCE_TYPES  # takes a second, in every process that finds tests
 
-    named = r"(\w+\.\w+)(?: #| has) (?:(\d+) (\w+) of (\d+) GB)?(?:,? ?(\d+) vCPU, (\d+) GiB)?"
-    claims = re.findall(named, (ROOT / "ray_cluster.yaml").read_text())
-    assert {claim[0] for claim in claims} == {"m5.2xlarge", "m5.4xlarge", "g5.12xlarge", "p4d.24xlarge"}
-    for machine, num_gpus, card, gpu_gb, num_cpus, gib in claims:
-        has = INSTANCE_TYPES[machine]
-        if num_cpus:
-            assert has["VCpuInfo"]["DefaultVCpus"] == int(num_cpus)
-            assert has["MemoryInfo"]["SizeInMiB"] == 1024 * int(gib)
-        if num_gpus:
-            (gpu,) = has["GpuInfo"]["Gpus"]
-            assert (gpu["Count"], gpu["Name"]) == (int(num_gpus), card)
-            assert gpu["MemoryInfo"]["SizeInMiB"] / 1024 == pytest.approx(int(gpu_gb), rel=0.07)
     monkeypatch.setattr(node_provider, "list_ec2_instances", lambda *where: list(INSTANCE_TYPES.values()))
     filled = node_provider.AWSNodeProvider.fillout_available_node_types_resources(cluster)["available_node_types"]
     counts = {name: (group["resources"]["CPU"], group["resources"].get("GPU", 0)) for name, group in filled.items()}

@@ -129,15 +129,6 @@ def test_a_batch_does_not_mix_images(tiny_spn, random_values):
             torch.testing.assert_close(single, batch[b], rtol=1e-10, atol=1e-10)
 
 
-def test_uint8_and_int64_images_give_the_same_logits(tiny_spn, random_values):
-    model = tiny_spn("depth_upscale", seed=0, image_size=4, scaling_factor=2, num_bits=5, num_given_bits=3)
-    image, given = random_values(0, 5, 2, 3, 4, 4), random_values(1, 3, 2, 3, 4, 4)
-    index = torch.tensor([3, 1])
-    with torch.no_grad():
-        wide = logits_of(model, image, index, given)
-        assert torch.equal(logits_of(model, image.to(torch.uint8), index, given.to(torch.uint8)), wide)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_nll_is_the_sum_of_log_probabilities(dtype, random_values):
     """Per image, over R, G, B and all positions; in float32 whatever the logits' type, in float64 if they are."""
