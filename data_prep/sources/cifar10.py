@@ -50,4 +50,4 @@ def _binary(data: bytes, path: str) -> imagenet_box.Batch:
         message = f"{path}: {len(data)} bytes are not a whole number of records of {_RECORD} bytes"
         raise UnusableSource("corrupt_source_file", message)
     labels = np.frombuffer(data, np.uint8)[::_RECORD].tolist()
-    return imagenet_box.Batch(len(labels), 32, labels, offset=1, stride=_RECORD)
+    return imagenet_box.Batch(32, len(labels), labels, offset=1, stride=_RECORD)

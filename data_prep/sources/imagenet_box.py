@@ -64,19 +64,18 @@ def add_rows(found: Index, batch: Batch, path: str, key: str, split: str, *, fir
 
 _ARRAY = "data.npy"
 _LABELS = ("labels.npy", "fine_labels.npy")
-_MAX_LABELS_BYTES = 64 << 20  # unfolded; the largest batch has a sixth of it
 
 
 @dataclass(frozen=True)
 class Batch:
     """Raw pixels, (N, 3 * side * side) uint8 in planes with N labels: a NumPy archive or a Python pickle.
 
-    Pixels that lie in the file as they are become ranges of bytes; only compressed or re-encoded ones are read as
-    arrays. Pickles are read by an unpickler that rebuilds NumPy arrays and can call nothing else.
+    Pixels that lie in the file as they are become ranges of bytes; only compressed or re-encoded ones are blocks.
+    Pickles are read by an unpickler that rebuilds NumPy arrays and can call nothing else.
     """
 
-    num_rows: int
     side: int  # pixels
+    num_rows: int
     labels: list[int] | None
     offset: int | None  # of row 0 in the file; None: the rows have to be read with `read_block`
     stride: int | None = None  # bytes from row to row; None: their own
@@ -85,48 +84,41 @@ class Batch:
 def read_batch(stream: pa.NativeFile, *, path: str) -> Batch:
     """Raises UnusableSource: unsafe_pickle (also arrays of objects), shape_mismatch, corrupt_source_file."""
     if path.endswith(".npz"):
-        return _read_npz(stream, path)
+        array, labels, offset = _read_npz(stream, path)
+        return Batch(_check(array, path), len(array), labels, offset)
     data = stream.read()
     array, labels = _unpickle(data, path)
-    side = _check(array.shape, array.dtype, array.flags.c_contiguous, path)
+    side = _check(array, path)
     # Most writers leave an array's bytes in one piece; a protocol 2 pickle of Python 3 does not.
     at = data.find(array[:1].tobytes()) if len(array) else -1
     in_one_piece = 0 <= at <= len(data) - array.size and np.array_equal(
         np.frombuffer(data, np.uint8, array.size, at), array.ravel()
     )
-    return Batch(len(array), side, labels, at if in_one_piece else None)
+    return Batch(side, len(array), labels, at if in_one_piece else None)
 
 
 def read_block(stream: pa.NativeFile, item: Item) -> np.ndarray:
     """All rows as an array, for batches without an offset."""
-    if item.path.endswith(".npz"):
-        with zipfile.ZipFile(io.BufferedReader(stream)) as archive, archive.open(_ARRAY) as member:
-            return np.lib.format.read_array(member, allow_pickle=False)
-    return _unpickle(stream.read(), item.path)[0]
+    return (_read_npz(stream, item.path) if item.path.endswith(".npz") else _unpickle(stream.read(), item.path))[0]
 
 
-def _read_npz(stream: pa.NativeFile, path: str) -> Batch:
+def _read_npz(stream: pa.NativeFile, path: str) -> tuple[np.ndarray, list[int] | None, int | None]:
+    """The array, its labels, and where its bytes begin if they are in the file as they are."""
     try:
         with zipfile.ZipFile(io.BufferedReader(stream)) as archive:
-            info = archive.getinfo(_ARRAY)
-            refuse_bomb(info.file_size, stored=min(info.compress_size, stream.size()), where=f"{path}: {_ARRAY}")
-            with archive.open(info) as member:
-                shape, fortran, dtype = _npy_header(member)
-                header = member.tell()
-                labels_name = next((name for name in _LABELS if name in archive.namelist()), None)
-                labels = None
-                if labels_name is not None:
-                    if archive.getinfo(labels_name).file_size > _MAX_LABELS_BYTES:
-                        message = f"{path}: {labels_name} unfolds to more than {_MAX_LABELS_BYTES} bytes"
-                        raise UnusableSource("decompression_bomb", message)
-                    with archive.open(labels_name) as labels_member:
-                        labels = _as_labels(np.lib.format.read_array(labels_member, allow_pickle=False), shape[0])
-                side = _check(shape, dtype, not fortran, path)
-                while member.read(1 << 22):  # to the end: zipfile compares the checksum there
-                    pass
-            offset = None
-            if info.compress_type == zipfile.ZIP_STORED:
-                offset = _member_offset(stream, info) + header
+
+            def read(name: str) -> np.ndarray:  # to its end, where zipfile compares the checksum
+                info = archive.getinfo(name)
+                stored = min(info.compress_size, stream.size())
+                refuse_bomb(info.file_size, stored=stored, where=f"{path}: {name}")
+                with archive.open(info) as member:
+                    return np.lib.format.read_array(member, allow_pickle=False)
+
+            array, info = read(_ARRAY), archive.getinfo(_ARRAY)
+            labels_name = next((name for name in _LABELS if name in archive.namelist()), None)
+            labels = None if labels_name is None else _as_labels(read(labels_name), array.shape[:1])
+            is_stored = info.compress_type == zipfile.ZIP_STORED
+            return array, labels, _member_offset(stream, info) + info.file_size - array.nbytes if is_stored else None
     except KeyError:
         raise UnusableSource("shape_mismatch", f"{path}: it has no array called data") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, MemoryError) as error:
@@ -136,15 +128,6 @@ def _read_npz(stream: pa.NativeFile, path: str) -> Batch:
             raise
         reason = "unsafe_pickle" if "allow_pickle" in str(error) else "corrupt_source_file"
         raise UnusableSource(reason, f"{path}: {error}") from None
-    return Batch(shape[0], side, labels, offset)
-
-
-def _npy_header(member: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
-    version = np.lib.format.read_magic(member)
-    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-    if read is None:
-        raise ValueError(f"arrays of format {version} are not known")
-    return read(member)
 
 
 def _member_offset(stream: pa.NativeFile, info: zipfile.ZipInfo) -> int:
@@ -153,21 +136,22 @@ def _member_offset(stream: pa.NativeFile, info: zipfile.ZipInfo) -> int:
     return info.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
 
 
-def _check(shape: tuple, dtype: np.dtype, contiguous: bool, path: str) -> int:
+def _check(array: np.ndarray, path: str) -> int:
     """The side of the images."""
+    shape, dtype = array.shape, array.dtype
     if dtype.hasobject:
         raise UnusableSource("unsafe_pickle", f"{path}: data is an array of objects")
     side = math.isqrt(shape[1] // 3) if len(shape) == 2 else 0
-    if not side or side * side * 3 != shape[1] or dtype != np.uint8 or not contiguous:
+    if not side or side * side * 3 != shape[1] or dtype != np.uint8 or not array.flags.c_contiguous:
         message = f"{path}: data is {dtype} {shape}; it must be uint8, one row of 3 square planes for each image"
         raise UnusableSource("shape_mismatch", message)
     return side
 
 
-def _as_labels(values: Any, num_rows: int) -> list[int] | None:
+def _as_labels(values: Any, shape: tuple) -> list[int] | None:
     """None unless they are a number for each image: no model needs them."""
     array = np.asarray(values)
-    return array.tolist() if array.shape == (num_rows,) and array.dtype.kind in "iu" else None
+    return array.tolist() if array.shape == shape and array.dtype.kind in "iu" else None
 
 
 def _unpickle(data: bytes, path: str) -> tuple[np.ndarray, list[int] | None]:
@@ -182,7 +166,7 @@ def _unpickle(data: bytes, path: str) -> tuple[np.ndarray, list[int] | None]:
     array = values.get("data")
     if not isinstance(array, np.ndarray):
         raise UnusableSource("shape_mismatch", f"{path}: it has no array called data")
-    return array, _as_labels(values.get("labels"), len(array))
+    return array, _as_labels(values.get("labels"), array.shape[:1])
 
 
 class _DType:

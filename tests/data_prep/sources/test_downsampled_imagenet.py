@@ -140,6 +140,9 @@ def test_damaged_batches_are_refused(tmp_path: pathlib.Path, squares: np.ndarray
     np.savez(path, labels=[1])
     with pytest.raises(UnusableSource, match="shape_mismatch: val_data.npz: it has no array called data"):
         sources.find(config(tmp_path / "raw", "imagenet_box-part"))
+    np.savez(path, data=np.uint8(1), labels=[1])
+    with pytest.raises(UnusableSource, match="shape_mismatch: val_data.npz: data is uint8 ()"):
+        sources.find(config(tmp_path / "raw", "imagenet_box-part"))
 
 
 class Evil:
