@@ -277,7 +277,7 @@ class ScoringWorker:
 
         return {stage: speed_up(model, compiled=True) for stage, model in self.models.items()}
 
-    def score(self, rows: range) -> pa.Table:
+    def score(self, rows: range) -> tuple[range, pa.Table]:
         """Scores a chunk, writes its file and returns what is in it."""
         batch = self.job.config.batch_size
         keys, images = self.job.read(rows)
@@ -295,7 +295,7 @@ class ScoringWorker:
         table = pa.table(columns)
         with open_store(self.job.out).writing([_path(rows)]) as streams:
             pq.write_table(table, streams[_path(rows)], write_page_checksum=True)
-        return table
+        return rows, table
 
     def _nats(
         self, images: np.ndarray, models: Mapping[str, SPN], forwards: Mapping[str, Forward], *, in_bfloat16: bool

@@ -161,7 +161,7 @@ def draw(job: Job, images: Chunk, *, progress: Reporter) -> list[Chunk]:
         left = sum(len(chunk.keys) for chunk in todo)
         progress.update(total - pixels_each * left, total, unit="pixels", note=f"{size:,} at once")
         start_workers(len(todo))
-        for chunk, _ in each(workers, "draw", todo):
+        for chunk in each(workers, "draw", todo):
             _part(progress, chunk).update(pixels_each * len(chunk.keys), total, unit="pixels")
     return chunks
 
@@ -250,8 +250,8 @@ class DrawingWorker:
             self.decoders.clear()
             self.batch = batch
 
-    def draw(self, chunk: Chunk) -> None:
-        """Draws a chunk and writes its files, the Parquet file last."""
+    def draw(self, chunk: Chunk) -> Chunk:
+        """Draws a chunk, writes its files, the Parquet file last, and returns it."""
         config, part, done = self.job.config, _part(self.progress, chunk), 0
         configs = {stage: model.config for stage, model in self.models.items()}
         self._make_room(len(chunk.keys))
@@ -279,6 +279,7 @@ class DrawingWorker:
         values = list(known.values())[-1].permute(0, 2, 3, 1).to(torch.uint8).cpu().numpy()
         num_bits = depth_after(configs[config.stages[-1]])
         write_chunk(open_store(self.job.out), _path(configs, chunk), chunk, values, num_bits=num_bits)
+        return dataclasses.replace(chunk, given=None)
 
     def _start(self, images: Chunk) -> dict[str, Any]:
         """What `sample_chain` starts from."""

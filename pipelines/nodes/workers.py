@@ -62,21 +62,13 @@ def ask(workers: Sequence[Any], method: str, *arguments: Any) -> list[Any]:
     return ray.get([call.remote(*arguments) for call in calls])
 
 
-def each(workers: Sequence[Any], method: str, chunks: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """(chunk, what `method` returned for it) as they are done, each on an idle one of a gang. Raises its errors."""
-    idle, waiting = list(workers), list(chunks)[::-1]
-    if idle and not hasattr(getattr(idle[0], method), "remote"):
-        for chunk in waiting[::-1]:
-            yield chunk, getattr(idle[0], method)(chunk)
-        return
-    import ray
+def each(workers: Sequence[Any], method: str, chunks: Sequence[Any]) -> Iterable[Any]:
+    """What `method` returned for each chunk, as they are done, each on an idle one of a gang. Raises its errors."""
+    if not chunks:
+        return ()
+    if not hasattr(getattr(workers[0], method), "remote"):
+        return map(getattr(workers[0], method), chunks)
+    from ray.util import ActorPool
 
-    running: dict[Any, tuple[Any, Any]] = {}
-    while waiting or running:
-        while waiting and idle:
-            worker, chunk = idle.pop(), waiting.pop()
-            running[getattr(worker, method).remote(chunk)] = worker, chunk
-        (reference,), _ = ray.wait(list(running), num_returns=1)
-        worker, chunk = running.pop(reference)
-        yield chunk, ray.get(reference)
-        idle.append(worker)
+    pool: Any = ActorPool(list(workers))
+    return pool.map_unordered(lambda worker, chunk: getattr(worker, method).remote(chunk), chunks)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,10 +46,20 @@ class Actor:
 
 
 class Reference:
-    """A call's result. No two are equal, as in Ray: `draw` keeps the workers at work by reference."""
+    """A call's result."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+class Pool:
+    """Ray's, whose calls all take as long."""
+
+    def __init__(self, actors: list[Actor]) -> None:
+        self.actors = actors
+
+    def map_unordered(self, call: Callable[..., Reference], values: list[Any]) -> Iterator[Any]:
+        return (call(actor, value).value for actor, value in zip(itertools.cycle(self.actors), values, strict=False))
 
 
 @pytest.fixture
@@ -69,9 +80,9 @@ def ray_in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ray = SimpleNamespace(
         remote=remote,
         get=lambda found: [one.value for one in found] if isinstance(found, list) else found.value,
-        wait=lambda references, num_returns: (references[:1], references[1:]),
         kill=lambda actor: None,
         util=SimpleNamespace(
+            ActorPool=Pool,
             placement_group=lambda bundles, **_: bundles,
             get_placement_group=no_group,
             remove_placement_group=lambda group: None,
@@ -79,4 +90,5 @@ def ray_in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ),
     )
     monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.util", ray.util)
     return made

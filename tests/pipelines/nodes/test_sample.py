@@ -269,9 +269,9 @@ ON_GPUS = NodeResources(num_workers=2, use_gpu=True)
 def test_workers_try_their_share_then_halves_and_the_smallest_is_recorded(
     job, gpus, ray_in_this_process: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def draw_here(worker: DrawingWorker, chunk: Any) -> None:
+    def draw_here(worker: DrawingWorker, chunk: Chunk) -> Chunk:
         drew.append(ray_in_this_process.index(worker))
-        draw_chunk(worker, chunk)
+        return draw_chunk(worker, chunk)
 
     alone = job("alone")
     draw(alone, TWELVE, progress=Reporter("sample"))
@@ -281,7 +281,7 @@ def test_workers_try_their_share_then_halves_and_the_smallest_is_recorded(
     chunks = draw(one, TWELVE, progress=Reporter("sample"))
     assert [len(chunk.keys) for chunk in chunks] == [3, 3, 3, 3]
     assert tried == [6, 6, 6, 6, 3, 3, 3], "all three stages; on the second worker six do not fit, three do"
-    assert drew == [1, 0, 1, 0], "each worker as soon as it is free"
+    assert drew == [0, 1, 0, 1], "each worker as soon as it is free"
     assert json.loads((Path(one.out) / "chunks.json").read_text()) == {"batch_size": 3}
     pictures = [{file: each for file, each in content(j.out).items() if file.endswith(".png")} for j in (one, alone)]
     assert len(pictures[0]) == 12 and pictures[0] == pictures[1]
