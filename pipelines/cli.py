@@ -49,13 +49,6 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    presets = ", ".join(preset_names())
-    parser.add_argument("--config", default="demo", metavar="NAME|FILE", help=f"{presets}, or a YAML file (demo)")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings, e.g. train.num_steps=500")
-    parser.set_defaults(command=parser.prog)
-
-
 def run_guarded(command: Callable[[], int], *, resumes: bool = True) -> int:
     """The command's exit code; a user's mistake is one line on stderr, without a traceback. No secret is printed."""
     with masked_output():
@@ -88,7 +81,10 @@ def _parser(prog: str, about: str) -> Parser:
     parser = Parser(prog=prog, description=about.partition("\n")[0])
     if prog == "decompress.py":
         parser.add_argument("file", metavar="FILE", help="path or URI")
-    add_config_arguments(parser)
+    presets = ", ".join(preset_names())
+    parser.add_argument("--config", default="demo", metavar="NAME|FILE", help=f"{presets}, or a YAML file (demo)")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings, e.g. train.num_steps=500")
+    parser.set_defaults(command=prog)
     if prog == "compress.py":
         parser.add_argument("--no-check", action="store_true", help="do not decode what was written")
     if prog == "describe.py":
@@ -115,14 +111,15 @@ def _parser(prog: str, about: str) -> Parser:
         text = "print how two runs differ, image by image: RUN and the config's, or RUN and RUN; run nothing"
         looks.add_argument("--compare", action="append", metavar="RUN", help=text)
     for option, text in choose.items():
-        parser.add_argument(option, dest=CHOICES[option], action="append", default=[], metavar="NODE,...", help=text)
+        own: dict[str, Any] = {"dest": CHOICES[option], "metavar": "NODE,...", "help": text}
+        parser.add_argument(option, action="extend", type=lambda names: names.split(","), default=[], **own)
     return parser
 
 
 def _run(arguments: argparse.Namespace) -> int:
     given, node = vars(arguments), arguments.command.removesuffix(".py")
     only = (node,) if node in ONE_NODE else ()
-    chosen = {key: _names(option, given[key]) for option, key in CHOICES.items() if key in given}
+    chosen = {key: tuple(given[key]) for key in CHOICES.values() if key in given}
     if given.get("yes") and not arguments.gc:
         raise UserError("--yes belongs to --gc, which deletes what is no longer needed")
     for look, does in LOOKS.items():
@@ -232,13 +229,6 @@ LOOKS: dict[str, Callable[[argparse.Namespace], int]] = {
     "status": lambda arguments: inspection.show_status(_config_of_pipeline(arguments)),
     "gc": lambda arguments: inspection.collect_garbage(_config_of_pipeline(arguments), delete=arguments.yes),
 }
-
-
-def _names(option: str, values: Sequence[str]) -> tuple[str, ...]:
-    names = [name.strip() for value in values for name in value.split(",")]
-    if not all(names):
-        raise UserError(f"{option} {','.join(values)!r}: it takes node names, e.g. {option} evaluate,sample")
-    return tuple(dict.fromkeys(names))
 
 
 # ---- overrides without effect -----------------------------------------------------------------------------------

@@ -77,8 +77,7 @@ REFUSED = {
     ("--gc", "--from", "sample"): "--from sample excludes --gc: leave one out",
     ("--status", "images=a.png"): "images is for sample.py, which starts from them, and evaluate.py, which scores them",
     ("--yes",): "--yes belongs to --gc, which deletes what is no longer needed",
-    ("--rerun", "sample,"): "--rerun 'sample,': it takes node names, e.g. --rerun evaluate,sample",
-    ("--only", ""): "--only '': it takes node names, e.g. --only evaluate,sample",
+    ("--rerun", "sample,"): f"--rerun : {NO_NODE}; valid: {', '.join(NODES)}",
     ("--config", "dbug"): "unknown config 'dbug'; nearest: debug",
     ("train.num_step=3",): "unknown key train.num_step; nearest: train.num_steps "
     "(on the command line: train.num_step=3)",
