@@ -25,9 +25,10 @@ from pipelines.dag.attempts import Success
 from pipelines.dag.masking import Masked, mask
 from pipelines.dag.node import NodeContext, NodeResult, Picture
 
-# Errors of Ray and Ray Train themselves: a process, a machine or what Ray kept there is gone. These are the exceptions.
+# Kinds of Ray's and Ray Train's own errors: a process, a machine or what Ray kept there is gone. Not with those that
+# carry an error of the code (as a bare RayError does if that cannot be pickled) or say that a disk is full.
 _OF_RAY = {"RayError", "RayTrainError"}
-_NOTHING_IS_GONE = {"RayTaskError", "UserCodeException", "TaskCancelledError", "OutOfDiskError"}
+_NOTHING_IS_GONE = {"RayTaskError", "UserCodeException", "UserExceptionWithTraceback", "OutOfDiskError"}
 # When one training worker ends, for whatever reason, the others fail in the middle of communicating with it.
 _PEER_GONE = re.compile(r"gloo/transport|connection (closed|reset) by peer|nccl|broken pipe", re.IGNORECASE)
 
@@ -192,7 +193,8 @@ def _parts(error: BaseException) -> Iterator[BaseException]:
 
 def _is_fault(error: BaseException) -> bool:
     kinds = _kinds(error)
-    return (bool(kinds & _OF_RAY) and not kinds & _NOTHING_IS_GONE) or is_transient(error)
+    is_gone = bool(kinds & _OF_RAY) and type(error).__name__ not in _OF_RAY and not kinds & _NOTHING_IS_GONE
+    return is_gone or is_transient(error)
 
 
 def _has_lost_peer(error: BaseException) -> bool:

@@ -32,6 +32,11 @@ def from_task(error: Exception) -> Exception:
     ).as_instanceof_cause()
 
 
+class Unpicklable(Exception):
+    def __reduce__(self) -> str:
+        raise TypeError("cannot pickle")
+
+
 DEAD = WorkerHealthCheckFailedError("no answer", ActorDiedError())
 PEER = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
 S3 = "When uploading part for key 'a' in bucket 'b': AWS Error "
@@ -63,6 +68,7 @@ OWN = {
     "access": OSError(S3 + "ACCESS_DENIED during UploadPart operation: access denied"),
     "bucket": OSError(S3 + "NO_SUCH_BUCKET during UploadPart operation: it does not exist"),
     "in a task": from_task(KeyError("x")),
+    "one that cannot be pickled": RayTaskError("f", "text", Unpicklable()).as_instanceof_cause(),
     "training worker": WorkerGroupError("x", {0: ValueError("nan"), 1: ValueError("nan")}),
     "one of the training workers": WorkerGroupError("x", {0: PEER, 1: ValueError("nan")}),
     "bad image": from_task(UserCodeException("ValueError: photo.jpg is no image")),
