@@ -54,18 +54,14 @@ _PASSED_ON = ("SPN_GIT_COMMIT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 @dataclass(frozen=True)
 class ClusterInfo:
-    """What the session is and has."""
+    """What a session has now, e.g. {"CPU": 2.0}; capacity: what nodes that run side by side share of it, None on a
+    cluster, which may grow: there Ray's queue decides."""
 
-    mode: str  # embedded | job | cluster
-    resources: Mapping[str, float]  # now, e.g. {"CPU": 2.0}
-
-    @property
-    def capacity(self) -> Mapping[str, float] | None:
-        """What nodes that run side by side share; None on a cluster, which may grow: there Ray's queue decides."""
-        return self.resources if self.mode == "embedded" else None
+    resources: Mapping[str, float]
+    capacity: Mapping[str, float] | None
 
 
-NONE = ClusterInfo("embedded", {})  # no session: nothing has to run
+NONE = ClusterInfo({}, {})  # no session: nothing has to run
 
 
 def in_ray_job() -> bool:
@@ -92,7 +88,7 @@ def connect(*, num_cpus: float | None = None, num_gpus: float | None = None) -> 
         _join()
         import ray
 
-        return ClusterInfo("job" if in_ray_job() else "cluster", dict(ray.cluster_resources()))
+        return ClusterInfo(dict(ray.cluster_resources()), None)
     assert "ray" not in sys.modules, "Ray reads its settings on import: call connect before"
     os.environ.pop("RAY_ADDRESS", None)
     os.environ.update(_EMBEDDED)
@@ -115,7 +111,8 @@ def connect(*, num_cpus: float | None = None, num_gpus: float | None = None) -> 
             logging_level=logging.ERROR,
             configure_logging=False,
         )
-    return ClusterInfo("embedded", dict(ray.cluster_resources()))
+    found = dict(ray.cluster_resources())
+    return ClusterInfo(found, found)
 
 
 def disconnect() -> None:

@@ -15,14 +15,9 @@ from pathlib import Path
 import pytest
 
 from data_prep.files import UserError
-from pipelines.cluster import ClusterInfo, connect, in_ray_job, private_folder
+from pipelines.cluster import connect, in_ray_job, private_folder
 
 ROOT = Path(__file__).parents[3]
-
-
-def test_only_an_embedded_session_shares_out_its_own_resources() -> None:
-    assert ClusterInfo("embedded", {"CPU": 2.0}).capacity == {"CPU": 2.0}
-    assert ClusterInfo("job", {"CPU": 2.0}).capacity is None
 
 
 def test_a_job_is_known_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +117,7 @@ answers = json.loads(subprocess.run(command, env=stranger, capture_output=True, 
 folder = os.environ["RAY_TMPDIR"]
 disconnect()
 has = [info.resources["CPU"], info.resources["GPU"]]
-found = {"mode": info.mode, "has": has, "names": names, "open": open_to, "seen": seen}
+found = {"own": info.capacity == info.resources, "has": has, "names": names, "open": open_to, "seen": seen}
 print(json.dumps(found | {"answers": answers, "folder": folder}))
 """
 
@@ -142,7 +137,7 @@ def test_an_embedded_session_is_closed_to_other_machines_and_accounts(tmp_path: 
     )
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
-    assert found["mode"] == "embedded" and found["has"] == [2, 3]
+    assert found["own"] and found["has"] == [2, 3]
     assert {"gcs_server", "raylet"} <= set(found["names"])
     assert {name for name, *_ in found["open"]} >= {"gcs_server", "raylet"}
     assert [entry for entry in found["open"] if not is_loopback(entry[1])] == []

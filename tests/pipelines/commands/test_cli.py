@@ -215,7 +215,7 @@ def test_data_set_id_of_another_source(command: Command) -> None:
 @pytest.fixture
 def small_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster of 4 CPUs that nobody can run anything on."""
-    monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo("embedded", {"CPU": 4.0}))
+    monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo({"CPU": 4.0}, {"CPU": 4.0}))
     monkeypatch.setattr(cluster, "disconnect", lambda: None)
 
 
@@ -228,7 +228,7 @@ def test_more_workers_than_the_cluster_has(command: Command, tmp_path: Path, sma
 
 def test_a_cluster_that_may_grow_is_waited_for(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a job the same shortfall is a note for each training, and the start goes on."""
-    monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo("job", {"CPU": 4.0}))
+    monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo({"CPU": 4.0}, None))
     monkeypatch.setattr(cluster, "disconnect", lambda: None)
     monkeypatch.setattr(start, "_ledger", lambda *_: Ledger())
     monkeypatch.setattr(start, "_run", lambda plan, *_: RunReport({}))

@@ -36,7 +36,7 @@ def test_exit_codes_of_a_start(
     ]
     monkeypatch.setattr(pipeline, "nodes", lambda config, **_: nodes)
     monkeypatch.setattr(pipeline, "SOURCES", Sources(TOYS, ("toy",)))
-    monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo("embedded", {"CPU": 2.0}))
+    monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo({"CPU": 2.0}, {"CPU": 2.0}))
     monkeypatch.setattr(cluster, "disconnect", lambda: None)
 
     code, out, _ = command("full_multidim.py")

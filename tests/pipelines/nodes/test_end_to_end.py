@@ -211,7 +211,7 @@ def test_equal_shards_from_a_forced_rerun_leave_the_trainings_standing(
 ) -> None:
     """And everything else. The dry run prints the plan that the next start carries out; the one after has nothing to do
     and says why. Both are in this process: the starts above and below it are commands."""
-    monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo("embedded", {"CPU": 2.0}))
+    monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo({"CPU": 2.0}, {"CPU": 2.0}))
     monkeypatch.setattr(cluster, "disconnect", lambda: None)
 
     def start_here(*arguments: str) -> str:
