@@ -1,6 +1,7 @@
 """What decoders trip over: unusual images are decoded, metadata harms no pixel, damage is refused by a reason.
 
 pytest tests/data_prep/images/test_odd_images.py                     with a few hundred randomly damaged images
+pytest -m faults tests/data_prep/images/test_odd_images.py           with 100,000
 python tests/data_prep/images/test_odd_images.py BEGIN END FILE      some of them, for a debugger
 """
 
@@ -279,12 +280,31 @@ def decode_damaged(begin: int, end: int, last: str) -> None:
     signal.alarm(0)
 
 
+def run(begin: int, end: int, last: pathlib.Path) -> subprocess.Popen:
+    command = [sys.executable, __file__, str(begin), str(end), str(last)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def check(process: subprocess.Popen, last: pathlib.Path) -> None:
+    error = process.communicate()[1]
+    assert process.returncode == 0, f"number {last.read_text().strip()} ends it ({process.returncode}): {error[-2000:]}"
+    assert not error, "warnings of decoders are not printed"
+
+
 def test_a_few_hundred_damaged_images(tmp_path: pathlib.Path) -> None:
-    last, environment = tmp_path / "last", {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "0", "600", str(last)]
-    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 0, f"number {last.read_text().strip()} ends it ({done.returncode}): {done.stderr[-2000:]}"
-    assert not done.stderr, "warnings of decoders are not printed"
+    check(run(0, 600, tmp_path / "last"), tmp_path / "last")
+
+
+@pytest.mark.faults
+def test_a_hundred_thousand_damaged_images(tmp_path: pathlib.Path) -> None:
+    bounds = list(range(0, 100_001, 100_000 // min(4, os.cpu_count() or 1)))
+    runs = [
+        (run(*pair, tmp_path / f"{pair[0]}"), tmp_path / f"{pair[0]}")
+        for pair in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
+    for process, last in runs:
+        check(process, last)
 
 
 if __name__ == "__main__":
