@@ -228,7 +228,8 @@ class Manifest:
         fields = json.loads(text)
         if fields["schema_version"] > SCHEMA_VERSION:
             raise ValueError(f"schema_version is {fields['schema_version']}; this version reads up to {SCHEMA_VERSION}")
-        return Manifest(**{**fields, "shards": [Shard(**shard) for shard in fields["shards"]]})
+        own = {name: fields[name] for name in Manifest.__dataclass_fields__}  # earlier code wrote more
+        return Manifest(**{**own, "shards": [Shard(**shard) for shard in fields["shards"]]})
 
 
 def keys_hash(keys: Iterable[str]) -> str:

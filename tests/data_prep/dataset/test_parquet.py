@@ -50,8 +50,10 @@ def test_pixels_are_not_copied():
     assert pixels(table.slice(0, 0)).shape == (0, 4, 4, 3)
 
 
-def test_unfinished_or_newer_data_set_is_refused(tiny: tuple, tmp_path: pathlib.Path):
+def test_unfinished_or_newer_data_set_is_refused_and_an_older_one_is_read(tiny: tuple, tmp_path: pathlib.Path):
     manifest = tmp_path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("{", '{"num_of_something": 5, ', 1))  # written by earlier code
+    assert open_dataset(str(tmp_path)).manifest == tiny[0].manifest
     manifest.write_text(manifest.read_text().replace('"schema_version": 1', '"schema_version": 99'))
     with pytest.raises(ValueError, match="99"):
         open_dataset(str(tmp_path))
