@@ -1,13 +1,13 @@
-"""One process at a time in a folder: a file that names its holder, the same on a disk and on an object store.
+"""One process at a time in a folder: a lock file on local disks, a lease object on object stores.
 
 The holder writes who it is (host, pid, since when) and a heartbeat every few seconds. A process that this one can see
 holds its lock for as long as it lives. A holder on another machine is judged by watching the file, because its clock
 and ours may differ: a file that changes is held; one that stays the same for STALE_SEC is of a dead holder (for
 WATCH_SEC if the heartbeat in it is old as well, or for whoever only wants to look).
 
-No store creates a file for one of two writers alone, so the lock is written, and read back a moment later: of two
-processes that start at once one is refused. Even two writers would harm nothing: attempts have folders of their own,
-and files appear whole.
+A local lock is an exclusive create. Object stores have none: a lease is written, and read back after SETTLE_SEC, so of
+two processes that start in the same second one is refused. Even two writers would harm nothing: attempts have
+folders of their own, and files appear whole.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from data_prep.files import Store, UserError
 HEARTBEAT_SEC = 10.0
 STALE_SEC = 90.0  # several heartbeats: a busy disk must not look like a dead holder
 WATCH_SEC = 25.0  # two and a half heartbeats
-SETTLE_SEC = {True: 0.05, False: 1.0}  # how long a rival may need to overwrite a lock: on a disk, on a store
+SETTLE_SEC = 1.0  # how long a rival may need to overwrite a lease
 _LOOK_SEC = 0.25
 
 
@@ -61,18 +61,10 @@ class Lock:
     def acquire(self) -> None:
         """Raises UserError if a living process holds the lock."""
         deadline = self.clock.monotonic() + self.grace_sec
-        while (found := self._read()) is not None:
-            looks_old = self.clock.time() - found.get("heartbeat", 0.0) > STALE_SEC
-            living = self._living(found, within_sec=WATCH_SEC if looks_old else STALE_SEC)
-            if living is None:
-                break
-            if self.clock.monotonic() >= deadline:
-                raise UserError(refusal_to_share(self.store, living))
-            self.clock.sleep(_LOOK_SEC)
-        self.store.write_bytes(self.file, self._content())
-        self.clock.sleep(SETTLE_SEC[self.store.is_local])
-        if not self._is_ours(found := self._read()):
-            raise UserError(refusal_to_share(self.store, found or {}))
+        while not self._try_to_take():
+            found = self._read()
+            if found is not None:
+                self._wait_for_death(found, deadline)
         self._thread = threading.Thread(target=self._beat, name="lock-heartbeat", daemon=True)
         self._thread.start()
 
@@ -97,6 +89,42 @@ class Lock:
         found = self._read()
         return None if found is None else self._living(found, within_sec=WATCH_SEC)
 
+    # ---- taking it ----
+
+    def _try_to_take(self) -> bool:
+        path = self.store.local(self.file)
+        if path is None:
+            if self._read() is not None:
+                return False
+            self.store.write_bytes(self.file, self._content())
+            self.clock.sleep(SETTLE_SEC)
+            if not self._is_ours(found := self._read()):
+                raise UserError(refusal_to_share(self.store, found or {}))
+            return True
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            return False
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(self._content())
+        return True
+
+    def _wait_for_death(self, found: dict[str, Any], deadline: float) -> None:
+        """Returns when the lock is free, and removed; raises UserError when its holder lives past the deadline."""
+        while True:
+            looks_old = self.clock.time() - found.get("heartbeat", 0.0) > STALE_SEC
+            living = self._living(found, within_sec=WATCH_SEC if looks_old else STALE_SEC)
+            if living is None:
+                return self._remove(found)
+            if self.clock.monotonic() >= deadline:
+                raise UserError(refusal_to_share(self.store, living))
+            self.clock.sleep(_LOOK_SEC)
+            now = self._read()
+            if now is None:
+                return None
+            found = now
+
     def _living(self, holder: dict[str, Any], *, within_sec: float) -> dict[str, Any] | None:
         """The lock's content if its holder lives; None if not, or if the lock was removed meanwhile."""
         if holder.get("place") == _place():  # a living process keeps its lock, however long it was suspended
@@ -112,6 +140,23 @@ class Lock:
             if found != holder:
                 return found
         return None
+
+    def _remove(self, dead: dict[str, Any]) -> None:
+        """Removes a dead holder's lock; locally by a rename, which succeeds for one of several rivals."""
+        path = self.store.local(self.file)
+        if path is None:
+            if self._read() == dead:
+                self.store.delete(self.file)
+            return
+        aside = path.with_name(f"{path.name}.{self.token}")
+        try:
+            os.rename(path, aside)
+        except FileNotFoundError:
+            return
+        if _parse(aside.read_bytes()).get("token") != dead.get("token"):  # a rival's new lock: put it back
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, path)
+        aside.unlink()
 
     # ---- holding it ----
 
@@ -133,13 +178,11 @@ class Lock:
         return found is not None and found.get("token") == self.token
 
     def _read(self) -> dict[str, Any] | None:
-        """The lock's content, None where there is no lock."""
+        """The lock's content, None where there is no lock. Nothing is known of the holder of one not written yet."""
         try:
-            return dict(json.loads(self.store.read_bytes(self.file)))
+            return _parse(self.store.read_bytes(self.file))
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError):  # what a crashed disk left
-            return {}
 
     def _content(self) -> bytes:
         process = psutil.Process()
@@ -158,6 +201,13 @@ def described(holder: Mapping[str, Any]) -> str:
 
 def refusal_to_share(store: Store, holder: Mapping[str, Any]) -> str:
     return f"{store.uri} is in use by {described(holder)}; wait for it to end, or stop it"
+
+
+def _parse(content: bytes) -> dict[str, Any]:
+    try:
+        return dict(json.loads(content))
+    except (ValueError, TypeError):
+        return {}
 
 
 def _place() -> str:

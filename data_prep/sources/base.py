@@ -256,6 +256,17 @@ def refuse_bomb(unfolded: int, *, stored: int, where: str) -> None:
         raise UnusableSource("decompression_bomb", message)
 
 
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """(a number of at most 64 bits, its end) as protocol buffers and Thrift write it. Raises ArrowInvalid."""
+    value = shift = 0
+    while at < len(data) and shift < 64:
+        value |= (data[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 128:
+            return value & (1 << 64) - 1, at
+    raise pa.ArrowInvalid("a number ends outside of its message")
+
+
 # ---- the listing ---------------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from data_prep.sources.base import (
     check_series,
     refuse_bomb,
     splits_of,
+    varint,
 )
 
 LAYOUT = "train-00000-of-00294.parquet, ... with column image (bytes and path of a file) and maybe label"
@@ -115,7 +116,7 @@ def _column(file: pq.ParquetFile, stream: pa.NativeFile, block: int, name: str, 
     group = file.metadata.row_group(block)
     chunks = [chunk for i in range(group.num_columns) if (chunk := group.column(i)).path_in_schema == name]
     stored = min(stream.size(), sum(chunk.total_compressed_size for chunk in chunks))
-    unfolded = sum(chunk.total_uncompressed_size for chunk in chunks)
+    unfolded = sum(_unfolded(stream, chunk) for chunk in chunks)
     refuse_bomb(unfolded, stored=stored, where=where)
     rows = min(65_536, max(1, _BATCH_BYTES // max(1, unfolded)))  # no value is larger than all that is stored
     columns, num_bytes = [], 0
@@ -124,6 +125,54 @@ def _column(file: pq.ParquetFile, stream: pa.NativeFile, block: int, name: str, 
         num_bytes += batch.nbytes
         refuse_bomb(num_bytes, stored=stored, where=where)
     return pa.chunked_array(columns, columns[0].type if columns else file.schema_arrow.field(name).type)
+
+
+def _unfolded(stream: pa.NativeFile, chunk: pq.ColumnChunkMetaData) -> int:
+    """Bytes of a column chunk's pages by their own headers, which the reader goes by; a footer may say less."""
+    if chunk.compression == "UNCOMPRESSED":
+        return chunk.total_compressed_size
+    at = min(chunk.dictionary_page_offset or chunk.data_page_offset, chunk.data_page_offset)
+    end, total = min(stream.size(), at + chunk.total_compressed_size), 0
+    while at < end:
+        header, size = _page_header(stream, at, end)
+        total += header.get(2, 0)
+        at += size + max(0, header.get(3, 0))
+    return total
+
+
+def _page_header(stream: pa.NativeFile, at: int, end: int) -> tuple[dict[int, int], int]:
+    """(numbers by field: 2 is the unfolded size, 3 the stored one; bytes of the header)."""
+    for num_bytes in (1 << 12, 1 << 24):  # its statistics may hold whole values
+        try:
+            return _thrift_struct(stream.read_at(min(num_bytes, end - at), at), 0)
+        except (IndexError, RecursionError, pa.ArrowInvalid):
+            continue
+    raise pa.ArrowInvalid("a page's header is damaged")
+
+
+def _thrift_struct(data: bytes, at: int) -> tuple[dict[int, int], int]:
+    """(integers by field, end) of a structure in Thrift's compact protocol, without lists, as in page headers."""
+    found: dict[int, int] = {}
+    number = 0
+    while head := data[at]:
+        kind, step, at = head & 15, head >> 4, at + 1
+        if not step:
+            step, at = varint(data, at)
+            step, number = step >> 1, 0
+        number += step
+        if kind in (4, 5, 6):
+            value, at = varint(data, at)
+            found[number] = (value >> 1) ^ -(value & 1)
+        elif kind == 8:
+            size, at = varint(data, at)
+            at += size
+        elif kind == 12:
+            at = _thrift_struct(data, at)[1]
+        elif kind in (3, 7):
+            at += 1 if kind == 3 else 8
+        elif kind not in (1, 2):
+            raise pa.ArrowInvalid("a page's header is damaged")
+    return found, at + 1
 
 
 def _refuse_rows(file: pq.ParquetFile, num_bytes: int, path: str) -> None:

@@ -44,6 +44,21 @@ def repeated_value(path: pathlib.Path) -> None:
     write_images(path / "a.parquet", [np.random.default_rng(0).bytes(2_000)] * 500)
 
 
+def footer_that_lies(path: pathlib.Path) -> None:
+    """It says 100 bytes, the page's header a million."""
+    large_value(path)
+    data = (path / "a.parquet").read_bytes()
+    size = pq.read_metadata(path / "a.parquet").row_group(0).column(0).total_uncompressed_size
+
+    def varint(value: int) -> bytes:
+        value *= 2
+        return bytes([value & 127 | 128, value >> 7 & 127 | 128, value >> 14])
+
+    assert data.count(varint(size)) >= 1
+    (path / "a.parquet").write_bytes(data.replace(varint(size), bytes([200, 129, 0])))
+    assert pq.read_metadata(path / "a.parquet").row_group(0).column(0).total_uncompressed_size == 100
+
+
 def rows_of_nothing(path: pathlib.Path) -> None:
     write_images(path / "a.parquet", [b""] * 100_000)
 
@@ -73,6 +88,7 @@ def large_header(path: pathlib.Path) -> None:
 BOMBS = {
     large_value: "decompression_bomb: a.parquet: row group 0: [0-9]+ bytes unfold to at least [0-9]+",
     repeated_value: "decompression_bomb: a.parquet: row group 0: [0-9]+ bytes unfold to at least [0-9]+",
+    footer_that_lies: "decompression_bomb: a.parquet: row group 0: [0-9]+ bytes unfold to at least 1000",
     rows_of_nothing: "decompression_bomb: a.parquet: 100000 rows in a file of [0-9]+ bytes",
     pixels_of_nothing: "decompression_bomb: val_data.npz: data.npy: [0-9]+ bytes unfold to at least 192128",
     labels_of_nothing: "decompression_bomb: val_data.npz: labels.npy: [0-9]+ bytes unfold to at least 160128",

@@ -113,3 +113,25 @@ def test_strict_jpeg_and_min_side_turn_acceptance_into_quarantine(
     ]:
         config = dataclasses.replace(prepared(by_file[name], tmp_path / name), **change)
         assert outcome(*written(config, tmp_path / f"{name}-set"))[2] == {reason: 1}
+
+
+def test_nothing_is_called_by_an_evil_pickle(shared: pathlib.Path, tmp_path: pathlib.Path, capsys):
+    (case,) = (case for case in CASES if case["file"] == "evil_train_data_batch_1")
+    config = prepared(case, tmp_path / "raw")
+    with pytest.raises(UnusableSource, match="builtins.print"):
+        sources.find(config)
+    assert "EXECUTED" not in capsys.readouterr().out
+
+
+def test_bombs_are_refused_from_the_header(shared: pathlib.Path):
+    for name in ("bomb.png", "bomb_header.JPEG"):
+        with pytest.raises(images.UnusableImage, match="decompression_bomb"):
+            images.header_size((FOLDER / name).read_bytes())
+
+
+def test_there_are_fifty_cases_and_every_flag_is_known():
+    if not CASES:
+        pytest.skip("the folder with damaged files is not here")
+    assert len(CASES) == 50
+    flags = {case["reason"] for case in CASES if case["action"] in ("accept", "convert")} - {None}
+    assert flags <= set(images.CONVERSIONS)

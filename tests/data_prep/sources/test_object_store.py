@@ -121,3 +121,23 @@ def test_the_endpoint_and_login_may_come_from_the_environment(
         monkeypatch.setenv(name, "test")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     assert open_store("s3://elsewhere/folder").read_bytes("a.txt") == b"here"
+
+
+def test_a_split_file_may_lie_on_s3(tmp_path: pathlib.Path, jpegs: list, s3: Callable, rendered: Callable):
+    (tmp_path / "raw").mkdir()
+    for i, (_, data) in enumerate(jpegs):
+        (tmp_path / "raw" / f"{i}.jpg").write_bytes(data)
+    lines = [f"{i}.jpg,{'test' if i == 2 else 'train'}" for i in range(len(jpegs))]
+    (tmp_path / "raw" / "splits.csv").write_text("\n".join(lines))
+    upload(tmp_path / "raw", s3("other/raw"))
+    config = DataConfig(
+        dataset="pictures",
+        image_size=8,
+        resolutions=[8],
+        bits=[8],
+        root=s3("other/raw"),
+        split="file",
+        split_file="splits.csv",
+    )
+    assert list(rendered(config)["test"]) == ["2.jpg"]
+    assert list(rendered(dataclasses.replace(config, split_file=s3("other/raw/splits.csv")))["test"]) == ["2.jpg"]

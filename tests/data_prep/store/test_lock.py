@@ -21,7 +21,7 @@ from data_prep.lock import STALE_SEC, WATCH_SEC, Lock
 
 @pytest.fixture(autouse=True)
 def leases_settle_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SETTLE_SEC", {True: 0.0, False: 0.0})
+    monkeypatch.setattr(module, "SETTLE_SEC", 0.0)
 
 
 @pytest.fixture(params=["local", "object store"])
@@ -176,11 +176,16 @@ def test_a_lock_that_is_released_while_it_is_watched_is_free(store: Store) -> No
     assert clock.seconds < 10
 
 
-def test_a_lock_that_cannot_be_read_is_watched_too(store: Store) -> None:
-    clock = Clock()
-    store.write_bytes("run.lock", b"")
+def test_a_half_written_lock_file_is_watched_too(tmp_path: Path) -> None:
+    """Its writer died just then, or is about to write the rest."""
+    store, file, clock = open_store(tmp_path), tmp_path / "run.lock", Clock()
+    file.touch()
     with lock(store, clock):
         assert clock.seconds == WATCH_SEC
+    file.touch()
+    clock.then = lambda seconds: file.write_text('{"token": "other", "host": "elsewhere"}')
+    with pytest.raises(UserError, match="in use by another process"):
+        lock(store, clock).acquire()
 
 
 # ---- holding it ----------------------------------------------------------------------------------------------------
@@ -206,7 +211,25 @@ def test_a_holder_that_was_overtaken_notices_and_leaves_the_new_lock(store: Stor
     assert token(store) == "another"
 
 
-def test_a_lock_that_a_rival_overwrites_is_not_held(store: Store) -> None:
+def test_of_two_rivals_for_a_dead_lock_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    held(store, process_started=1.0)
+    slow, fast = lock(store), lock(store)
+    rename = os.rename
+
+    def overtaken(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        fast.acquire()  # the rival finishes between the slow one's look and its rename
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", overtaken)
+    with pytest.raises(UserError, match="in use"):
+        slow.acquire()
+    fast.check()
+
+
+def test_a_lease_overwritten_by_a_rival_is_not_held() -> None:
+    store = Store("s3://bucket/run", filesystem=_MockFileSystem(), base="bucket/run")
     clock = Clock()
     clock.then = lambda _: edit(store, token="rival", host="rival")
     with pytest.raises(UserError, match="on rival since"):
