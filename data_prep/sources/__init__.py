@@ -1,6 +1,6 @@
 """Where raw images are: finds the items of a source, in a fixed order, and counts the files that it skips.
 
-A layout is a module of this package, see data_prep.sources.base.layout. Layouts are imported when they are needed.
+A layout is a module of this package, see data_prep.sources.base.Layout. Layouts are imported when they are needed.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, cast
 
 import pyarrow as pa
 
@@ -151,16 +151,28 @@ class Source:
     split_like: str | None = None  # a name that may mean a split and was not taken for one
 
 
-def layout(name: str) -> Any:
-    """The module of a layout. It has
+class Layout(Protocol):
+    """The names that a layout's module has. Only layouts whose items are rows of blocks need `read_block`, and only
+    those that not just any file of theirs proves need `recognise`."""
 
-    LAYOUT, COUNT                 for people: which files, how many images
-    used(listing, config)         the files that it explains: read, or left out for a known reason
-    index(listing, config)        the Index of a listing of these files alone; there is at least one
-    recognise(listing, config)    why the folder is taken for it, or None; where not just any such file proves it
-    read_block(stream, item)      where items are rows of blocks: the rows of the item's block, bytes or Arrow scalars
-    """
-    return importlib.import_module(f"data_prep.sources.{name}")
+    LAYOUT: str  # for people
+    COUNT: str  # for people: how many images
+
+    def recognise(self, listing: Listing, config: DataConfig) -> str | None:
+        """Why the folder is taken for this layout, or None."""
+
+    def used(self, listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
+        """The files that the layout explains: those that it reads, and those that it leaves out for a known reason."""
+
+    def index(self, listing: Listing, config: DataConfig) -> Index:
+        """The items in a listing of these files alone; there is at least one."""
+
+    def read_block(self, stream: pa.NativeFile, item: Item) -> Sequence[Any]:
+        """The rows of the item's block: bytes, or {"bytes": ..., "path": ...}. Raises UnusableSource."""
+
+
+def layout(name: str) -> Layout:
+    return cast(Layout, importlib.import_module(f"data_prep.sources.{name}"))
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------

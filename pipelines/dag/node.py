@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from pipelines.dag.progress import Reporter
@@ -99,3 +99,27 @@ class NodeResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
     sha256: Mapping[str, str] = field(default_factory=dict)  # relative path -> digest, where the node knows it already
     pictures: Sequence[Picture] = ()
+
+
+class Tracker(Protocol):
+    """Records one run per node. No call raises when the tracking server is down."""
+
+    def start_node(self, node: str, *, tags: Mapping[str, str], params: Any, continue_id: str | None = None) -> Any:
+        """The node's run, as nodes get it: it has a run_id and open()."""
+
+    def reuse_node(self, node: str, *, tags: Mapping[str, str], reused_run: str | None) -> None: ...
+
+    def show(self, node: str, picture: Picture, png: bytes) -> None: ...
+
+    def finish(
+        self,
+        node: str,
+        status: str,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        history: Sequence[Mapping[str, float]] = (),
+    ) -> str | None:
+        """history: the node's output of this name, all points that it measured. Returns the run's id if it is known.
+
+        status: FINISHED, FAILED or KILLED, which must not wait for a server.
+        """

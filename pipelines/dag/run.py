@@ -22,7 +22,7 @@ from data_prep.files import UserError
 from data_prep.lock import Lock
 from pipelines.dag import attempts, fingerprint
 from pipelines.dag.attempts import Success
-from pipelines.dag.node import KEEP, NodeContext
+from pipelines.dag.node import KEEP, NodeContext, Tracker
 from pipelines.dag.plan import NOT_SELECTED, RUN, SKIP, Decision, Plan, decide
 from pipelines.dag.progress import Display, Hub, clock
 from pipelines.dag.task import Outcome, Task, adopt, execute, failed, one_line
@@ -95,7 +95,7 @@ def _import(module: str) -> None:
 def run(
     plan: Plan,
     *,
-    tracker: Any,
+    tracker: Tracker,
     display: Display,
     capacity: Mapping[str, float] | None,
     git_commit: str = "unknown",
@@ -104,10 +104,10 @@ def run(
 ) -> RunReport:
     """Carries out a plan in the connected Ray session.
 
-    tracker: records a run per node, with the methods of tracking.Ledger, none of which raises when the server is down;
-    its pipeline run is open and is not closed here. capacity: resources that nodes share while they run side by side;
-    None submits every node that is ready, and Ray's queue decides. warm: what `warm_up` returned. On KeyboardInterrupt
-    and SIGTERM the tasks are cancelled, their tracked runs end as KILLED and the exception is raised again.
+    capacity: resources that nodes share while they run side by side; None submits every node that is ready, and Ray's
+    queue decides. warm: what `warm_up` returned. The tracker's pipeline run must be open and is not closed here. On
+    KeyboardInterrupt and SIGTERM the tasks are cancelled, their tracked runs end as KILLED and the exception is raised
+    again.
     """
     engine = _Engine(plan, tracker, display, capacity, git_commit, lock, *(warm or (Hub(), [])))
     with _sigterm_raises():
@@ -135,7 +135,7 @@ class _Engine:
     """State of one launch."""
 
     plan: Plan
-    tracker: Any
+    tracker: Tracker
     display: Display
     capacity: Mapping[str, float] | None
     git_commit: str
