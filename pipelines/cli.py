@@ -112,8 +112,12 @@ def _parser(prog: str, about: str) -> Parser:
         looks.add_argument("--compare", action="append", metavar="RUN", help=text)
     for option, text in choose.items():
         own: dict[str, Any] = {"dest": CHOICES[option], "metavar": "NODE,...", "help": text}
-        parser.add_argument(option, action="extend", type=lambda names: names.split(","), default=[], **own)
+        parser.add_argument(option, action="extend", type=_names, default=[], **own)
     return parser
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -62,7 +62,7 @@ REFUSED = {
     ("--dryrun",): "unknown option --dryrun; nearest: --dry-run",
     ("--onli=evaluate",): "unknown option --onli=evaluate; nearest: --only",
     ("--only",): "argument --only: expected one argument (see full_multidim.py --help)",
-    ("--only", "evalute"): f"--only evalute: {NO_NODE}; nearest: evaluate",
+    ("--only", "sample, evalute"): f"--only evalute: {NO_NODE}; nearest: evaluate",
     ("--rerun", "zzz"): f"--rerun zzz: {NO_NODE}; valid: {', '.join(NODES)}",
     ("--from", "sample", "--keep", "report"): "--from sample and --keep report exclude each other",
     (
@@ -77,7 +77,8 @@ REFUSED = {
     ("--gc", "--from", "sample"): "--from sample excludes --gc: leave one out",
     ("--status", "images=a.png"): "images is for sample.py, which starts from them, and evaluate.py, which scores them",
     ("--yes",): "--yes belongs to --gc, which deletes what is no longer needed",
-    ("--rerun", "sample,"): f"--rerun : {NO_NODE}; valid: {', '.join(NODES)}",
+    ("--rerun", "sample, "): f"--rerun : {NO_NODE}; valid: {', '.join(NODES)}",
+    ("--only", ""): f"--only : {NO_NODE}; valid: {', '.join(NODES)}",
     ("--config", "dbug"): "unknown config 'dbug'; nearest: debug",
     ("train.num_step=3",): "unknown key train.num_step; nearest: train.num_steps "
     "(on the command line: train.num_step=3)",
