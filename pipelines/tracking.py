@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from data_prep.parquet import Dataset
 
 log = logging.getLogger(__name__)
-_QUEUE_LOG = logging.getLogger("mlflow.utils.async_logging.async_logging_queue")
 
 UI = "http://127.0.0.1:5000"  # where `make ui` and the command of `RunHandle.links` show a SQLite file
 PARENT_TAG, NAME, NOTE = "mlflow.parentRunId", "mlflow.runName", "mlflow.note.content"
@@ -239,18 +239,16 @@ class NodeRun(contextlib.AbstractContextManager["NodeRun"]):
 
     def __init__(self, handle: RunHandle) -> None:
         self.handle = handle
-        self._sent: deque[Any] = deque(maxlen=100)  # MLflow's handles of the newest batches of metrics
+        self._later = ThreadPoolExecutor(1, "MLflow")  # makes calls that nobody waits for, in their order
         self._monitor: Any = None
-        self._watch = threading.Thread()  # starts the monitor
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0, *, time_ms: int | None = None) -> None:
         """time_ms: when they were measured, since 1970; None: now."""
-        run_id, points = self.handle.run_id, [{**metrics, "step": step, "time_ms": time_ms or _now_ms()}]
-        _QUEUE_LOG.addFilter(self._is_foreign)
-        self.send(lambda client: self._sent.append(client.log_batch(run_id, _metrics(points), synchronous=False)))
+        points = [{**metrics, "step": step, "time_ms": time_ms or _now_ms()}]
+        self._later.submit(self.send, lambda client: _add(client, self.handle.run_id, points))
 
     def log_history(self, history: Iterable[Mapping[str, float]]) -> None:
         """Entries {"step": ..., "time_ms": ..., metric: value}; MLflow adds the points that the run does not have."""
@@ -287,7 +285,7 @@ class NodeRun(contextlib.AbstractContextManager["NodeRun"]):
 
     def watch_machine(self, *, name: str = "") -> None:
         """Logs this machine's load as system/<metric>, or system/<name>/<metric>, until the run is closed. MLflow's
-        monitor stops for good when the server does not answer. It is started in a thread: importing MLflow takes
+        monitor stops for good when the server does not answer. Nobody waits for its start: importing MLflow takes
         seconds."""
 
         def start(client: MlflowClient) -> None:
@@ -298,32 +296,18 @@ class NodeRun(contextlib.AbstractContextManager["NodeRun"]):
             )
             self._monitor.start()
 
-        self._watch = threading.Thread(target=self.send, args=(start,), daemon=True)
-        self._watch.start()
+        self._later.submit(self.send, start)
 
     def close(self) -> None:
-        """Waits until MLflow's queue has sent the metrics, CLOSE_SEC at most."""
-        if (self._sent or self._watch.ident) and not _done_within(CLOSE_SEC, self._finish):
+        """Waits until the metrics are sent, CLOSE_SEC at most."""
+        if not _done_within(CLOSE_SEC, self._finish):
             _server(self.handle.uri).failed(f"no answer for {CLOSE_SEC:g} s", pause=True)
 
     def _finish(self) -> None:
-        while self._sent:
-            with contextlib.suppress(Exception):  # `_is_foreign` has warned
-                self._sent.popleft().wait()
-        if self._watch.ident:
-            self._watch.join()
+        self._later.submit(bool).result()  # the last in the queue
         if self._monitor is not None:
             self._monitor.finish()
             self._monitor = None
-
-    def _is_foreign(self, record: logging.LogRecord) -> bool:
-        """MLflow's queue drops a batch that it cannot send, and its only sign that does not block is an error in its
-        log. A filter of this log: for batches of this run, a warning per server and a pause take that error's place."""
-        text = record.getMessage()
-        if f"Run Id {self.handle.run_id}:" not in text:
-            return True
-        _server(self.handle.uri).failed(text.partition("Exception: ")[2] or text, pause=True)
-        return False
 
     def send(self, call: Call) -> None:
         """A call of MLflow's client that is none of the above."""
