@@ -10,6 +10,7 @@ import contextlib
 import fnmatch
 import json
 import posixpath
+import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,6 +26,7 @@ STARTED = "_STARTED.json"
 ERROR = "error.txt"
 LOG = "log.txt"
 _TIME = "%Y%m%dT%H%M%S"
+_ID = re.compile(r"/\d{8}T\d{6}-[0-9a-f]{6}$")  # at the end of an attempt's folder
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def history(store: Store, node: str) -> list[Attempt]:
     found = []
     for made_by in store.list(posixpath.join("nodes", node)):
         if made_by.is_folder:
-            attempts = (entry for entry in store.list(made_by.path) if entry.is_folder)
+            attempts = (entry for entry in store.list(made_by.path) if entry.is_folder and _ID.search(entry.path))
             found += [_read(store, node, posixpath.basename(made_by.path), entry.path) for entry in attempts]
     # Of an adopted output and its original, which share an id, the original comes first.
     return sorted(found, key=lambda a: (a.attempt, not (a.success and a.success.adopted)), reverse=True)

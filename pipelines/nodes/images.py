@@ -255,11 +255,12 @@ def _to_depth(name: str, pixels: np.ndarray, *, stored: int | None, bits: int) -
 
 def _names(keys: tuple[str, ...]) -> tuple[str, ...]:
     """What the drawn images are called: the file's name without its suffix, folders joined by "_"."""
-    names = [posixpath.splitext(key)[0].replace("/", "_") for key in keys]
-    for name in names:
-        if names.count(name) > 1:
-            same = [key for key, other in zip(keys, names, strict=True) if other == name]
-            raise UserError(f"images: {same[0]} and {same[1]} would both be called {name}; rename one")
+    names: dict[str, str] = {}
+    for key in keys:
+        name = posixpath.splitext(key)[0].replace("/", "_")
+        if name in names:
+            raise UserError(f"images: {names[name]} and {key} would both be called {name}; rename one")
+        names[name] = key
     return tuple(names)
 
 
@@ -291,10 +292,10 @@ def _files(where: str) -> Iterator[tuple[str, bytes]]:
 def _matching(pattern: str) -> tuple[Store, list[FileEntry]]:
     """The last folder without a wildcard, and the files that the parts after it match, part by part; a part that is
     itself a name there is no pattern."""
-    wild = "*[" if "://" in pattern else "*?["  # after a "?" a URI has options
-    parts = pattern.split("/")
-    first = next((n for n, part in enumerate(parts) if any(mark in part for mark in wild)), len(parts) - 1)
-    store = open_store("/".join(parts[:first]) or ("/" if pattern.startswith("/") else "."))
+    path, mark, options = pattern.partition("?") if "://" in pattern else (pattern, "", "")
+    parts = path.split("/")
+    first = next((n for n, part in enumerate(parts) if any(wild in part for wild in "*?[")), len(parts) - 1)
+    store = open_store(("/".join(parts[:first]) or ("/" if path.startswith("/") else ".")) + mark + options)
     folders, fits = [""], []
     for part in parts[first:]:
         there = [(posixpath.basename(entry.path), entry) for folder in folders for entry in store.list(folder)]

@@ -26,6 +26,7 @@ def test_attempt_ids_sort_by_time_even_if_the_clock_goes_back(store: Store) -> N
     first = new_attempt_id(store, "a", now=now)
     assert first.startswith("20260102T030405-") and len(first) == len("20260102T030405-abcdef")
     ids = [first]
+    store.write_text("nodes/a/f/backup/a", "")  # somebody's folder is no attempt
     for moment in (now, now, datetime(2020, 1, 1, tzinfo=UTC)):
         store.write_text(f"nodes/a/f/{ids[-1]}/_STARTED.json", "{}")
         ids.append(new_attempt_id(store, "a", now=moment))

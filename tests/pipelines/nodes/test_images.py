@@ -164,6 +164,14 @@ def test_files_folders_and_patterns(tmp_path, monkeypatch):
         found(tmp_path)
 
 
+def test_a_pattern_in_a_bucket_keeps_the_uris_options(tmp_path, monkeypatch):
+    save(tmp_path / "a.png", photo(16))
+    opened, local = [], images.open_store(tmp_path)
+    monkeypatch.setattr(images, "open_store", lambda uri: opened.append(uri) or local)
+    _, found = images._matching("s3://bucket/f/*.png?region=x&scheme=http")
+    assert [file.path for file in found] == ["a.png"] and opened == ["s3://bucket/f?region=x&scheme=http"]
+
+
 def test_digest_follows_names_and_values(tmp_path):
     one = images.for_scoring(config(save(tmp_path / "a.png", photo(16))))
     assert one.digest == images.for_scoring(config(tmp_path / "a.png")).digest
