@@ -309,7 +309,7 @@ def repeat_rows(source: Path, target: Path, *, resolution: int, times: int) -> s
     for index in range(times):
         options = dict(split="train", index=index, num_shards=times, resolutions=[resolution], bits=[8])
         writer = ShardWriter(store, row_group_rows=None, **options)
-        with writer:
+        with writer.open():
             keys = pa.array([f"{index}/{key}" for key in table.column("key").to_pylist()])
             names = table.drop_columns(["px"]).set_column(0, table.schema.field("key"), keys)
             writer.append(names, {resolution: pixels(table)})

@@ -16,7 +16,7 @@ import json
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +25,7 @@ import ray.data
 
 from data_prep import images, sources
 from data_prep.config import DataConfig
-from data_prep.files import Store, open_store, printable
+from data_prep.files import Store, UserError, open_store, printable
 from data_prep.lock import Lock
 from data_prep.parquet import (
     MANIFEST,
@@ -80,8 +80,8 @@ def build(
     """Builds the data set in the folder `out` (path or URI) and returns its manifest. Ray must be initialised.
 
     `progress(done, total, quarantined)` is called as shards finish: images done and planned, photos quarantined.
-    Raises Unplannable, UnusableSource (mostly before anything is written), TooManyUnusable, ValueError for an `out`
-    that holds another finished data set, and UserError while another build is at work in `out`.
+    Raises Unplannable, UnusableSource (mostly before anything is written), TooManyUnusable, and UserError for an `out`
+    that holds another finished data set, or where another build is at work.
     """
     plan = make_plan(config, sources.find(config))
     config, store = plan.config, open_store(out)
@@ -112,8 +112,9 @@ def _prepare_folder(store: Store, plan: Plan) -> None:
     """Refuses another finished data set, clears what another unfinished build left."""
     if store.exists(MANIFEST):
         if Manifest.from_json(store.read_bytes(MANIFEST).decode()).plan_hash != plan.hash:
-            raise ValueError(
-                f"out is {store.uri!r}; it holds a finished dataset of another plan, choose another folder"
+            raise UserError(
+                f"{store.uri} holds a finished dataset of another plan, or made with other versions of libraries: "
+                "choose another folder (in a pipeline: --rerun prepare_data)"
             )
     elif store.exists(_PLAN) and json.loads(store.read_bytes(_PLAN))["plan_hash"] != plan.hash:
         for entry in store.list():
@@ -232,29 +233,13 @@ def write_shard(task: dict, *, config: DataConfig, source: tuple[str, str], out:
     For a source that turns out unusable it returns {"unusable": reason and message as JSON}: Ray Data passes on only
     the text of an error.
     """
-    try:
-        return {"sidecar": _write_shard(task, config=config, source=source, out=out, plan_hash=plan_hash)}
-    except UnusableSource as error:
-        return {"unusable": json.dumps([error.reason, error.message])}
-
-
-@dataclass
-class _Found:
-    """What a shard's photos turned out to be."""
-
-    quarantine: list[dict] = field(default_factory=list)
-    conversions: Counter[str] = field(default_factory=Counter)
-    num_rows: int = 0
-
-
-def _write_shard(task: dict, *, config: DataConfig, source: tuple[str, str], out: str, plan_hash: str) -> str:
     shard: ShardPlan = pickle.loads(task["shard"])  # of this build's own driver
     store = open_store(out)
     sidecar_path = f"_build/{shard.split}-{shard.index:05d}-of-{shard.num_shards:05d}.json"
     if store.exists(sidecar_path):
         text = store.read_bytes(sidecar_path).decode()
         if _is_intact(store, json.loads(text), plan_hash):
-            return text
+            return {"sidecar": text}
     writer = ShardWriter(
         store,
         split=shard.split,
@@ -264,26 +249,28 @@ def _write_shard(task: dict, *, config: DataConfig, source: tuple[str, str], out
         bits=config.bits,
         row_group_rows=config.row_group_rows,
     )
-    found = _Found()
-    with writer, Reader(*source) as reader:
-        for names, squares in _chunks(config, reader, shard.rows, found):
-            writer.append(names, squares)
-            found.num_rows += names.num_rows
-            for flags in names.column("flags").to_pylist():
-                found.conversions.update(images.conversions_of(flags))
+    quarantine, conversions = list[dict](), Counter[str]()
+    try:
+        with writer.open(), Reader(*source) as reader:
+            for names, squares in _chunks(config, reader, shard.rows, quarantine):
+                writer.append(names, squares)
+                for flags in names.column("flags").to_pylist():
+                    conversions.update(images.conversions_of(flags))
+    except UnusableSource as error:
+        return {"unusable": json.dumps([error.reason, error.message])}
     sidecar = dict(
         plan_hash=plan_hash,
         split=shard.split,
         index=shard.index,
         num_planned=len(shard.rows),
-        num_rows=found.num_rows,
-        conversions=dict(sorted(found.conversions.items())),
-        quarantine=found.quarantine,
+        num_rows=writer.shards()[0].num_rows,
+        conversions=dict(sorted(conversions.items())),
+        quarantine=quarantine,
         files=[asdict(written) for written in writer.shards()],
     )
     text = json.dumps(sidecar, indent=1) + "\n"
     store.write_text(sidecar_path, text)
-    return text
+    return {"sidecar": text}
 
 
 def _is_intact(store: Store, sidecar: dict, plan_hash: str) -> bool:
@@ -295,13 +282,13 @@ def _is_intact(store: Store, sidecar: dict, plan_hash: str) -> bool:
 
 
 def _chunks(
-    config: DataConfig, reader: Reader, rows: list[Row], found: _Found
+    config: DataConfig, reader: Reader, rows: list[Row], quarantine: list[dict]
 ) -> Iterator[tuple[pa.Table, dict[int, np.ndarray]]]:
     """Rows in plan order as (columns but px, resolution -> pixels), a bounded number at a time, in memory that is used
     again for the next ones.
 
     Inside a chunk items are read in the order of their places in the source, each once for all its tiles. What cannot
-    be used is added to `found.quarantine`.
+    be used is added to `quarantine`.
     """
     bytes_per_row = sum(resolution**2 * 3 for resolution in config.resolutions)
     shared = any(row.top is not None or row.item.block is not None for row in rows)
@@ -318,7 +305,7 @@ def _chunks(
                 height, width = decoded.pixels.shape[:2]
                 refuse_small(min(height, width), config.min_side)
             except images.UnusableImage as error:
-                found.quarantine.append(quarantine_record(reader, item, error.reason, error.message))
+                quarantine.append(quarantine_record(reader, item, error.reason, error.message))
                 continue
             for place in places:
                 square = _square(config, chunk[place], decoded.pixels)

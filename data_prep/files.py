@@ -146,7 +146,7 @@ class HashedStream:
         return self._sha.hexdigest()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FileEntry:
     """A file or a folder below a store; `path` is relative to the store's root."""
 
@@ -415,8 +415,8 @@ def parent(uri: str) -> tuple[str, str]:
     if uri.startswith("file://"):
         uri = urllib.parse.unquote(uri.removeprefix("file://"))
     head, mark, options = uri.partition("?") if "://" in uri else (uri, "", "")
-    folder, _, name = head.rpartition("/")
-    return (folder or "/") + mark + options, name
+    folder, slash, name = head.rpartition("/")
+    return (folder or slash or ".") + mark + options, name
 
 
 def _bad_link(folder: str, above: tuple[str, ...] = ()) -> str | None:

@@ -13,9 +13,8 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from types import TracebackType
 
 import numpy as np
 import pyarrow as pa
@@ -108,7 +107,7 @@ class Shard:
 
 
 class ShardWriter:
-    """Writes the rows of one shard at every resolution and depth; the files appear when the `with` block ends."""
+    """Writes the rows of one shard at every resolution and depth; the files appear when the block of `open` ends."""
 
     def __init__(
         self,
@@ -134,9 +133,9 @@ class ShardWriter:
         self._writers: dict[tuple[int, int], pq.ParquetWriter] = {}
         self._low = np.empty(0, np.uint8)  # values of a low depth, of one row group after another
 
-    def __enter__(self) -> ShardWriter:
-        with ExitStack() as stack:  # when a writer cannot start, the files vanish again
-            streams = stack.enter_context(self._store.writing(list(self._paths.values())))
+    @contextmanager
+    def open(self) -> Iterator[ShardWriter]:
+        with self._store.writing(list(self._paths.values())) as streams, ExitStack() as stack:
             for (resolution, bits), path in self._paths.items():
                 writer = pq.ParquetWriter(
                     streams[path],
@@ -149,8 +148,10 @@ class ShardWriter:
                 )
                 self._streams[resolution, bits] = streams[path]
                 self._writers[resolution, bits] = stack.enter_context(writer)
-            self._stack = stack.pop_all()
-        return self
+            yield self
+            for resolution, pending in self._pending.items():
+                if pending:
+                    self._write_group(resolution, pending)
 
     def append(self, names: pa.Table, squares: dict[int, np.ndarray]) -> None:
         """`names`: all columns but px; `squares`: resolution -> (N, R, R, 3) uint8 of 8 bits, free to be reused then.
@@ -169,19 +170,8 @@ class ShardWriter:
                     self._write_group(resolution, [*pending, rows])
                     pending.clear()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._stack.__exit__(kind, error, trace)
-            return
-        with self._stack:
-            for resolution, pending in self._pending.items():
-                if pending:
-                    self._write_group(resolution, pending)
-
     def shards(self) -> list[Shard]:
-        """What was written; call it after the `with` block."""
+        """What was written; call it after the block."""
         found = []
         for (resolution, bits), stream in self._streams.items():
             path, groups = self._paths[resolution, bits], self._row_groups[resolution]

@@ -70,7 +70,6 @@ class ShardPlan:
 class Plan:
     config: DataConfig  # with `exif` decided
     source: Source
-    photos: dict[str, list[str]]  # split -> item keys
     shards: list[ShardPlan]
     quarantine: list[dict]  # items whose header is unusable already; records of QUARANTINE_SCHEMA
     rejected: list[dict]  # what the source turned away; such records may share a key with an item that is used
@@ -117,7 +116,6 @@ def make_plan(config: DataConfig, source: Source) -> Plan:
     return Plan(
         config=config,
         source=source,
-        photos={split: [item.key for item in items] for split, items in by_split.items()},
         shards=shards,
         quarantine=quarantine,
         rejected=rejected,

@@ -38,9 +38,6 @@ CHOICES = {"--only": "only", "--rerun": "rerun", "--keep": "keep", "--from": "st
 class Parser(argparse.ArgumentParser):
     """Mistakes become a UserError instead of a page of usage."""
 
-    def __init__(self, *, prog: str, description: str) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
-
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split(" ")[0]
         if unknown in message and unknown.startswith("--"):
@@ -78,7 +75,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "full_multidim.py", a
 
 
 def _parser(prog: str, about: str) -> Parser:
-    parser = Parser(prog=prog, description=about.partition("\n")[0])
+    parser = Parser(prog=prog, description=about.partition("\n")[0], allow_abbrev=False)
     if prog == "decompress.py":
         parser.add_argument("file", metavar="FILE", help="path or URI")
     presets = ", ".join(preset_names())

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_prep.files import Store, UserError, join, open_store, printable
+from data_prep.files import Store, UserError, open_store, printable
 from data_prep.parquet import low_depth, open_dataset
 from pipelines import cluster, pipeline
 from pipelines.config import ExperimentConfig, stage_names, train_node
@@ -179,7 +179,7 @@ def _images(config: ExperimentConfig, data: Success, store: Store) -> tuple[Sequ
             raise UserError(f"image_bits is {config.image_bits}; this chain codes {bits} bits: image_bits={bits}")
         user = images.for_scoring(replace(config, image_fit="exact"))
         return user.keys, user.values
-    uri = join(data.output(store).uri, data.named["dataset"])
+    uri = data.output(store).place("dataset")
     num_test = open_dataset(uri).num_images("test")
     if not num_test:
         raise UserError(f"split=test: {uri} has no test images")

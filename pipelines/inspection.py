@@ -114,9 +114,9 @@ def export(config: ExperimentConfig, where: str) -> int:
         trained = plan[train_node(stage)].success
         assert trained is not None, "evaluate has read it"
         for name in pipeline.CHECKPOINT:
-            content = store.read_bytes(join(join(trained.folder, trained.named["checkpoint"]), name))
-            target.write_bytes(join(stage, name), content)
-    results = json.loads(store.read_bytes(join(evaluated.folder, evaluated.named["results"])))
+            checkpoint = open_store(trained.output(store).place("checkpoint"))
+            target.write_bytes(join(stage, name), checkpoint.read_bytes(name))
+    results = json.loads(open_store(evaluated.output(store).place("results")).read_bytes(""))
     scores = {**results["stages"], "total": results["total"]}
     rows = [f"| {name} | {part['bits_per_dim']:.3f} | {part['standard_error']:.3f} |" for name, part in scores.items()]
     at_8_bits = f"images << {8 - results['generated_bits']}".removesuffix(" << 0")
@@ -149,8 +149,7 @@ def dataset_of(config: ExperimentConfig) -> str:
     decision = _plan(config, store, node)[node]
     if decision.success is None:
         raise UserError(f"--verify: config {config.name} has no finished dataset ({decision.reason}); build it first")
-    output = decision.success.output(store)
-    return join(output.uri, output.named["dataset"])
+    return decision.success.output(store).place("dataset")
 
 
 def compare(places: Sequence[str]) -> int:
@@ -184,7 +183,7 @@ def _per_image(place: str) -> pa.Table:
         if not made:
             raise UserError(f"--compare {place}: no finished evaluate in this run folder")
         newest = max(made, key=lambda success: success.finished)
-        return registry.read_scores(store.uri_of(join(newest.folder, newest.named["per_image"])))
+        return registry.read_scores(newest.output(store).place("per_image"))
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"--compare {place}: {error}") from error
 

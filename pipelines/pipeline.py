@@ -217,7 +217,7 @@ def _evaluate(config: ExperimentConfig, stages: Sequence[str], images: UserImage
         reads=reads,
         config=scoring,
         source="" if images is None else images.digest,
-        **_shared_out(resources),
+        **_runs_on(resources, own_process=True),
     )
 
 
@@ -238,7 +238,7 @@ def _sample(config: ExperimentConfig, stages: Sequence[str], images: UserImages 
         config=DrawingConfig(stages=tuple(stages), resources=resources, images=images, **chosen),
         source="" if images is None else images.digest,
         tags={} if images is None else {"use": str(sample.use)},
-        **_shared_out(resources),
+        **_runs_on(resources, own_process=True),
     )
 
 
@@ -280,17 +280,13 @@ def _report(config: ExperimentConfig, stages: list[str]) -> Node:
     )
 
 
-def _shared_out(resources: NodeResources) -> dict[str, Any]:
-    """Fields of a node whose work a gang does (nodes/workers.py)."""
-    return _runs_on(resources, own_process=resources.num_workers == 1)
-
-
 def _runs_on(resources: NodeResources, *, own_process: bool = False) -> dict[str, Any]:
-    """Fields of a node: what it occupies, its retries. own_process: the task works itself, it starts no workers."""
+    """Fields of a node: what it occupies, its retries. own_process: with one worker the task does its work itself."""
     worker = resources.worker
+    own = worker if own_process and resources.num_workers == 1 else {}
     return {
-        "num_cpus": worker["CPU"] if own_process else 0,
-        "num_gpus": worker.get("GPU", 0) if own_process else 0,
+        "num_cpus": own.get("CPU", 0),
+        "num_gpus": own.get("GPU", 0),
         "cost": {resource: resources.num_workers * amount for resource, amount in worker.items()},
         "max_failures": resources.max_failures,
         "retry_wait_sec": resources.retry_wait_sec,

@@ -16,11 +16,11 @@ from data_prep.files import printable
 from data_prep.images import begins_as_image
 from data_prep.sources.base import (
     MAX_LOSS,
+    FileEntry,
     Item,
     Listing,
     Reader,
     Source,
-    SourceFile,
     Unplannable,
     UnusableSource,
     hash_of,
@@ -136,7 +136,7 @@ def _is_split_like(path: str) -> bool:
     return bool(split_words(path if is_list else path.rpartition("/")[0])) or (is_list and "split" in path.lower())
 
 
-def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[SourceFile], str]:
+def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[FileEntry], str]:
     """(layout, files that it explains, what it was recognised by).
 
     A layout of single images is taken only when it explains all of them. Then that of a data set goes before any tars

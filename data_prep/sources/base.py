@@ -20,6 +20,7 @@ from typing import Any, Protocol, cast
 import pyarrow as pa
 
 from data_prep.config import DataConfig
+from data_prep.files import FileEntry as FileEntry
 from data_prep.files import UserError, is_transient, open_store, parent, printable
 from data_prep.images import IMAGE_SUFFIXES as IMAGE_SUFFIXES
 from data_prep.images import Unusable, UnusableImage, damage_named
@@ -58,13 +59,6 @@ class Unplannable(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class SourceFile:
-    path: str  # below the root, forward slashes
-    size: int  # bytes
-    mtime_ns: int  # 0 where the filesystem has none
-
-
-@dataclass(frozen=True, slots=True)
 class Item:
     """One image of a source, and where its bytes are. Small on purpose: a source has up to millions."""
 
@@ -94,15 +88,15 @@ class Listing:
     """The files below a root, without the hidden ones and the system's."""
 
     root: str  # path or URI, as in the config
-    files: tuple[SourceFile, ...]  # sorted by path
+    files: tuple[FileEntry, ...]  # sorted by path
     num_hidden: int
 
     @functools.cached_property
-    def images(self) -> list[SourceFile]:
+    def images(self) -> list[FileEntry]:
         return [file for file in self.files if is_image_name(file.path)]
 
     @functools.cached_property
-    def others(self) -> list[SourceFile]:
+    def others(self) -> list[FileEntry]:
         return [file for file in self.files if not is_image_name(file.path)]
 
     def open(self, path: str) -> pa.NativeFile:
@@ -161,7 +155,7 @@ class Layout(Protocol):
     def recognise(self, listing: Listing, config: DataConfig) -> str | None:
         """Why the folder is taken for this layout, or None."""
 
-    def used(self, listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
+    def used(self, listing: Listing, config: DataConfig) -> Iterator[FileEntry]:
         """The files that the layout explains: those that it reads, and those that it leaves out for a known reason."""
 
     def index(self, listing: Listing, config: DataConfig) -> Index:
@@ -319,11 +313,11 @@ def list_files(root: str) -> Listing:
     if problem is not None:
         raise Unplannable(f"root is {root!r}; {problem}")
     files = [entry for entry in found if not entry.is_folder]
-    listed = [SourceFile(f.path, f.bytes, f.mtime_ns) for f in files if not (is_hidden(f.path) or f.is_special)]
+    listed = [file for file in files if not (is_hidden(file.path) or file.is_special)]
     return Listing(root, tuple(listed), len(files) - len(listed))
 
 
-def hash_of(root: str, files: Iterable[SourceFile], config: DataConfig) -> str:
+def hash_of(root: str, files: Iterable[FileEntry], config: DataConfig) -> str:
     """Hash of paths, sizes and times, and of the contents of the files that decide the splits.
 
     By content, where times say nothing: files that come with this package.
@@ -331,7 +325,7 @@ def hash_of(root: str, files: Iterable[SourceFile], config: DataConfig) -> str:
     store, sha = open_store(root), hashlib.sha256()
     for file in files:
         third = f'"{store.sha256(file.path)}"' if config.root is None else file.mtime_ns
-        sha.update(f"[{json.dumps(file.path)}, {file.size}, {third}]\n".encode())  # JSON, faster
+        sha.update(f"[{json.dumps(file.path)}, {file.bytes}, {third}]\n".encode())  # JSON, faster
     for data in split_files(config, root):
         sha.update(hashlib.sha256(data).digest())
     return sha.hexdigest()

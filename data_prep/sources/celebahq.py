@@ -20,10 +20,10 @@ from data_prep.config import DataConfig
 from data_prep.resize import compiled
 from data_prep.sources.base import (
     HWC,
+    FileEntry,
     Index,
     Item,
     Listing,
-    SourceFile,
     UnusableSource,
     check_series,
     choose_side,
@@ -50,7 +50,7 @@ def recognise(listing: Listing, config: DataConfig) -> str | None:
     return f"it has {found[0]}" if is_it else None
 
 
-def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
+def used(listing: Listing, config: DataConfig) -> Iterator[FileEntry]:
     records = [file for file in listing.others if _RECORDS.search(file.path)]
     return iter(records or [f for f in listing.images if _NUMBERED.match(f.path) or _MASKS in f.path])
 
@@ -66,7 +66,7 @@ def index(listing: Listing, config: DataConfig) -> Index:
             found.skipped["mask"] += 1
             continue
         name = file.path.rpartition("/")[2]
-        item = Item(name, file.path, file.size)
+        item = Item(name, file.path, file.bytes)
         first = first_of.setdefault(int(name.partition(".")[0]), file.path)
         if first == file.path:
             found.items.append(item)

@@ -13,7 +13,7 @@ import numpy as np
 
 from data_prep.config import DataConfig
 from data_prep.sources import imagenet_box
-from data_prep.sources.base import Index, Listing, SourceFile, UnusableSource
+from data_prep.sources.base import FileEntry, Index, Listing, UnusableSource
 
 LAYOUT = """data_batch_1.bin ... data_batch_5.bin and test_batch.bin, or the Python version without .bin;
 train/airplane/*.png ... and test/ are source folder, Hugging Face's Parquet is source hf_parquet"""
@@ -25,7 +25,7 @@ _BATCH = re.compile(r"(?:^|/)(?P<name>(?:data|test)_batch(?:_\d)?)(?P<kind>\.bin
 _RECORD = 1 + 3 * 32 * 32  # bytes
 
 
-def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
+def used(listing: Listing, config: DataConfig) -> Iterator[FileEntry]:
     return (file for file in listing.others if _BATCH.search(file.path))
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from data_prep.config import DataConfig
 from data_prep.sources.base import (
     IMAGE_SUFFIXES,
+    FileEntry,
     Index,
     Item,
     Listing,
-    SourceFile,
     is_image_name,
     split_words,
     splits_of,
@@ -29,12 +29,12 @@ def recognise(listing: Listing, config: DataConfig) -> str | None:
     return f"it has images such as {listing.images[0].path}" if listing.images else None
 
 
-def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
+def used(listing: Listing, config: DataConfig) -> Iterator[FileEntry]:
     return iter(listing.images and listing.images + [file for file in listing.others if _list_of(file)])
 
 
 def index(listing: Listing, config: DataConfig) -> Index:
-    found, sizes = Index(), {file.path: file.size for file in listing.images}
+    found, sizes = Index(), {file.path: file.bytes for file in listing.images}
     lists = {file.path: split for file in listing.others if (split := _list_of(file))}
     listed = functools.partial(_by_lists, listing, list(sizes), lists, found)
     for path, split in splits_of(sizes, config, found, listed=listed).items():
@@ -43,10 +43,10 @@ def index(listing: Listing, config: DataConfig) -> Index:
     return found
 
 
-def _list_of(file: SourceFile) -> str | None:
+def _list_of(file: FileEntry) -> str | None:
     """The split whose images a list such as meta/train.txt may name."""
     name = file.path.rpartition("/")[2]
-    is_list = name.endswith((".txt", ".lst", *_TABLES)) and file.size <= _MAX_LIST_BYTES
+    is_list = name.endswith((".txt", ".lst", *_TABLES)) and file.bytes <= _MAX_LIST_BYTES
     return next(iter(words)) if is_list and len(words := split_words(name)) == 1 else None
 
 

@@ -18,10 +18,10 @@ from data_prep.config import DataConfig
 from data_prep.files import is_transient
 from data_prep.parquet import UnsafeTable, open_parquet
 from data_prep.sources.base import (
+    FileEntry,
     Index,
     Item,
     Listing,
-    SourceFile,
     Unplannable,
     UnusableSource,
     check_series,
@@ -53,7 +53,7 @@ def recognise(listing: Listing, config: DataConfig) -> str | None:
     return None
 
 
-def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
+def used(listing: Listing, config: DataConfig) -> Iterator[FileEntry]:
     return (file for file in listing.others if file.path.lower().endswith(".parquet"))
 
 

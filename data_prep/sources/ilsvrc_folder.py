@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from data_prep.config import DataConfig
-from data_prep.sources.base import Index, Item, Listing, SourceFile
+from data_prep.sources.base import FileEntry, Index, Item, Listing
 
 SYNSET = re.compile(r"n\d{8}")
 
@@ -33,7 +33,7 @@ def recognise(listing: Listing, config: DataConfig) -> str | None:
     return match and f"it has {match[0]}"
 
 
-def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
+def used(listing: Listing, config: DataConfig) -> Iterator[FileEntry]:
     """Of ImageNet itself, Kaggle's test images too, which have no labels and are in no result."""
     test = "|test/[^/]+" if config.dataset.startswith("imagenet") else ""
     own = re.compile(rf"{re.escape(_top(listing))}(train/n\d{{8}}/[^/]+|val/(n\d{{8}}/)?[^/]+{test})")
@@ -43,7 +43,7 @@ def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
 
 def index(listing: Listing, config: DataConfig) -> Index:
     found, top = Index(), _top(listing)
-    by_split: dict[str, list[tuple[str, SourceFile]]] = {"train": [], "val": [], "test": []}
+    by_split: dict[str, list[tuple[str, FileEntry]]] = {"train": [], "val": [], "test": []}
     for file in listing.images:
         split, _, name = file.path.removeprefix(top).partition("/")
         by_split[split].append((name, file))  # its name below train/ or val/
@@ -54,7 +54,7 @@ def index(listing: Listing, config: DataConfig) -> Index:
         for name, file in by_split[split]:
             folder, _, base = name.rpartition("/")
             label = number.get(folder) if folder else labels.get(base)
-            found.items.append(Item(f"{split}/{name}", file.path, file.size, label=label, split=own))
+            found.items.append(Item(f"{split}/{name}", file.path, file.bytes, label=label, split=own))
     found.skipped["unlabelled_test"] = len(by_split["test"])
     return found
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from data_prep.config import DataConfig
-from data_prep.sources.base import Index, Item, Listing, SourceFile, is_image_name, is_unsafe
+from data_prep.sources.base import FileEntry, Index, Item, Listing, is_image_name, is_unsafe
 from data_prep.sources.ilsvrc_folder import COUNT as COUNT
 from data_prep.sources.ilsvrc_folder import LISTS, SYNSET, class_numbers, is_label_file, val_labels
 from data_prep.sources.tars import Member, add_member, is_side_file, members
@@ -21,7 +21,7 @@ labels of val, if wanted: {LISTS}"""
 _ARCHIVE = re.compile(r"^ILSVRC\d{4}_img_(train|val)(?!_t3)\w*\.tar$")  # task 3's photos are in the whole one
 
 
-def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
+def used(listing: Listing, config: DataConfig) -> Iterator[FileEntry]:
     archives = [file for file in listing.others if _split(file.path)]
     return iter(archives and archives + [file for file in listing.others if is_label_file(file.path)])
 

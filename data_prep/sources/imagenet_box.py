@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from data_prep.config import DataConfig
-from data_prep.sources.base import CHW, Index, Item, Listing, SourceFile, UnusableSource, choose_side, refuse_bomb
+from data_prep.sources.base import CHW, FileEntry, Index, Item, Listing, UnusableSource, choose_side, refuse_bomb
 
 LAYOUT = """train_data_batch_1.npz ... train_data_batch_10.npz and val_data.npz, or the same without suffix (pickles;
 read without running code); of 8, 16, 32 or 64 pixels"""
@@ -29,7 +29,7 @@ COUNT = "1,281,167 train and 50,000 test (val) images"
 _NAME = re.compile(r"(?:^|/)(?:train_data(?:_batch_\d+)?|val_data)(?:\.npz)?$")
 
 
-def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
+def used(listing: Listing, config: DataConfig) -> Iterator[FileEntry]:
     return (file for file in listing.others if _NAME.search(file.path))
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from data_prep.config import DataConfig
-from data_prep.sources.base import Index, Item, Listing, SourceFile, choose_side, is_image_name
+from data_prep.sources.base import FileEntry, Index, Item, Listing, choose_side, is_image_name
 from data_prep.sources.tars import add_member, is_side_file, members
 
 LAYOUT = "train_32x32.tar and valid_32x32.tar, or train_64x64.tar and valid_64x64.tar, or folders of these names"
@@ -19,7 +19,7 @@ _NAME = re.compile(r"(?:^|/)(?P<split>train|valid)_(?P<side>\d+)x(?P=side)(?:\.t
 _SPLITS = {"train": "train", "valid": "test"}
 
 
-def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
+def used(listing: Listing, config: DataConfig) -> Iterator[FileEntry]:
     tars = (file for file in listing.others if file.path.endswith(".tar"))
     return (file for file in (*tars, *listing.images) if _NAME.search(file.path))
 
@@ -33,7 +33,7 @@ def index(listing: Listing, config: DataConfig) -> Index:
             found.skipped["other_size"] += 1
             continue
         if not path.endswith(".tar"):
-            found.items.append(Item(_key(match["split"], path), path, file.size, split=_SPLITS[match["split"]]))
+            found.items.append(Item(_key(match["split"], path), path, file.bytes, split=_SPLITS[match["split"]]))
             continue
         with listing.open(path) as stream:
             for member in members(stream, path=path):

@@ -21,10 +21,10 @@ import pyarrow as pa
 
 from data_prep.config import DataConfig
 from data_prep.sources.base import (
+    FileEntry,
     Index,
     Item,
     Listing,
-    SourceFile,
     Unplannable,
     UnusableSource,
     check_series,
@@ -62,7 +62,7 @@ def recognise(listing: Listing, config: DataConfig) -> str | None:
     return None
 
 
-def used(listing: Listing, config: DataConfig) -> Iterator[SourceFile]:
+def used(listing: Listing, config: DataConfig) -> Iterator[FileEntry]:
     return (file for file in listing.others if file.path.lower().endswith(".tar"))
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from data_prep.files import join
+
 if TYPE_CHECKING:
     from pipelines.dag.progress import Reporter
 
@@ -63,6 +65,10 @@ class NodeOutput:
     named: Mapping[str, str]  # name -> path relative to uri
     attempt: str
     mlflow_run_id: str | None = None
+
+    def place(self, name: str) -> str:
+        """Path or URI of an output."""
+        return join(self.uri, self.named[name])
 
 
 @dataclass(frozen=True)

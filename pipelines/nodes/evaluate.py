@@ -32,7 +32,7 @@ from pipelines.dag.progress import Reporter
 from pipelines.nodes.histogram import Histogram, count_values, raw_entropy_bits
 from pipelines.nodes.memory import naming
 from pipelines.nodes.registry import StageModel, register
-from pipelines.nodes.trained import checkpoint_uri, load_stage_configs, load_stages
+from pipelines.nodes.trained import load_stage_configs, load_stages
 from pipelines.nodes.workers import each, gang, gang_name
 from spn.config import SPNConfig, first_given
 from spn.evaluation import Forward, bits_per_dim, scored_slices, stage_nats
@@ -81,8 +81,7 @@ class Results(TypedDict):
 
 def run(context: NodeContext[ScoringConfig]) -> NodeResult:
     config = context.config
-    stages, data = config.stages, context.inputs["prepare_data"]
-    dataset = open_dataset(join(data.uri, data.named["dataset"]))
+    stages, dataset = config.stages, open_dataset(context.inputs["prepare_data"].place("dataset"))
     num_test = dataset.num_images("test")
     if num_test == 0:
         raise UserError(f"data.num_test_photos: dataset {dataset.manifest.dataset} has no test images")
@@ -205,7 +204,7 @@ def score(job: ScoringJob, num_images: int, *, progress: Reporter) -> Scores:
             todo.append(rows)
         else:
             scores.add(rows, table)
-    num, name = min(resources.num_workers, len(todo)), gang_name("score", job.out)
+    num, name = min(resources.num_workers, -(-num_images // batch)), gang_name("score", job.out)
     with gang(ScoringWorker, job, num=num, resources=resources, name=name) as workers:
         for rows, table in each(workers, "score", todo):
             scores.add(rows, table)
@@ -354,7 +353,7 @@ def _tell_train_runs(
         dims = f"{config.image_size}px S={config.scaling_factor} bits {config.num_given_bits}+{config.num_bits}"
         model = StageModel(
             stage=stage,
-            checkpoint=checkpoint_uri(output),
+            checkpoint=output.place("checkpoint"),
             attempt=output.attempt,
             test_bits_per_dim=part["bits_per_dim"],
             standard_error=part["standard_error"],

@@ -15,7 +15,7 @@ matplotlib.use("Agg")  # no display on a cluster
 
 from matplotlib.figure import Figure  # noqa: E402
 
-from data_prep.files import join, open_store
+from data_prep.files import open_store
 from data_prep.parquet import Manifest, open_dataset
 from pipelines.config import ReportNodeConfig
 from pipelines.dag.masking import mask_uris
@@ -44,10 +44,8 @@ def run(context: NodeContext[ReportNodeConfig]) -> NodeResult:
     stages = config.stages
     results: Results = json.loads(_read(context, "evaluate", "results"))
     histories = {stage: json.loads(_read(context, f"train_{stage}", "history")) for stage in stages}
-    data = context.inputs["prepare_data"]
-    manifest = open_dataset(join(data.uri, data.named["dataset"])).manifest
-    samples = context.inputs["sample"]
-    store = open_store(samples.uri).sub(samples.named["samples"])
+    manifest = open_dataset(context.inputs["prepare_data"].place("dataset")).manifest
+    store = open_store(context.inputs["sample"].place("samples"))
     pictures = {stage: store.read_bytes(f"{stage}.png") for stage in stages}
     title = f"{escape(config.name)}: multidimensional upscaling"
     page = "".join(
@@ -70,8 +68,7 @@ def run(context: NodeContext[ReportNodeConfig]) -> NodeResult:
 
 
 def _read(context: NodeContext[ReportNodeConfig], node: str, name: str) -> bytes:
-    output = context.inputs[node]
-    return open_store(output.uri).read_bytes(output.named[name])
+    return open_store(context.inputs[node].place(name)).read_bytes("")
 
 
 def _bits_section(results: Results, stages: Sequence[str]) -> str:

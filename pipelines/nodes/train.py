@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from data_prep import ray_compat
-from data_prep.files import Store, UserError, join, naming_full_disk, open_store
+from data_prep.files import Store, UserError, naming_full_disk, open_store
 from data_prep.ingest import collate, train_stream
 from data_prep.parquet import Dataset, draws, open_dataset
 from pipelines.config import TrainNodeConfig
@@ -56,9 +56,7 @@ SAMPLES = "training_samples"  # key of the grids in MLflow
 
 def run(context: NodeContext[TrainNodeConfig]) -> NodeResult:
     """Trains a stage on the dataset of prepare_data. Raises ray.train.TrainingFailedError, UserError."""
-    config = context.config
-    output = context.inputs["prepare_data"]
-    dataset = open_dataset(join(output.uri, output.named["dataset"]))
+    config, dataset = context.config, open_dataset(context.inputs["prepare_data"].place("dataset"))
     for split, key in (("train", "data.root"), ("valid", "data.num_valid_photos")):
         if dataset.num_images(split) == 0:
             raise UserError(f"{key}: {dataset.uri} has no {split} images; training and validation need some")
@@ -314,19 +312,11 @@ def make_forward(model: nn.Module, config: TrainConfig) -> Callable[..., Tensor]
     return DistributedDataParallel(forward) if is_shared else forward
 
 
-def smallest_of_workers(size: int, device: torch.device) -> int:
-    """The smallest number that any worker has. All must call it."""
-    smallest = torch.tensor(size, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
-    return int(smallest)
-
-
-def sum_over_workers(value: Tensor) -> Tensor:
-    """The sum over all workers, on each of them. All must call it. `value` itself is left alone."""
+def sum_over_workers(value: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """The sum, or another `op`, over all workers, on each of them. All must call it. `value` itself is left alone."""
     total = value.clone()
     if dist.is_initialized():
-        dist.all_reduce(total)
+        dist.all_reduce(total, op=op)
     return total
 
 
@@ -348,10 +338,7 @@ def recorded_micro_batch(store: Store, train: TrainConfig, *, num_workers: int) 
     """What the attempt found at its start; None if it has not yet, or if that suits no longer."""
     if not store.exists(MICRO_BATCH):
         return None
-    try:
-        size, share = json.loads(store.read_bytes(MICRO_BATCH))["micro_batch_size"], train.batch_size // num_workers
-    except (ValueError, KeyError, TypeError):  # damaged
-        return None
+    size, share = json.loads(store.read_bytes(MICRO_BATCH))["micro_batch_size"], train.batch_size // num_workers
     return size if share % size == 0 and size <= (train.micro_batch_size or share) else None
 
 
@@ -374,7 +361,8 @@ def find_micro_batch(
         plain = fits(model)
         sizes = sizes[max(0, sizes.index(plain) - 1) :] if plain else sizes[-1:]
     found = fits(forward.module if isinstance(forward, DistributedDataParallel) else forward)  # each worker by itself
-    agreed = smallest_of_workers(found, next(model.parameters()).device)
+    own = torch.tensor(found, device=next(model.parameters()).device)
+    agreed = int(sum_over_workers(own, dist.ReduceOp.MIN))
     if agreed != found:
         free_memory()
     if agreed == 0:

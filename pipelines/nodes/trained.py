@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from data_prep.files import UserError, join, open_store
+from data_prep.files import UserError, open_store
 from pipelines.dag.node import NodeOutput
 from spn.checkpoint import CONFIG, EMA, MODEL, check_start, load_config, load_model, load_weights
 from spn.config import SPNConfig
@@ -18,11 +18,6 @@ from spn.model import SPN
 
 T = TypeVar("T")
 _KEPT = " (gone after the training? --keep with the node's name adopts what it made)"
-
-
-def checkpoint_uri(output: NodeOutput) -> str:
-    """Folder of the checkpoint that a train node chose."""
-    return join(output.uri, output.named["checkpoint"])
 
 
 def checkpoint_step(output: NodeOutput) -> int:
@@ -39,13 +34,13 @@ def load_stages(
     """
     load = functools.partial(load_model, averaged=averaged, device=device)
     return {
-        stage: _read(checkpoint_uri(inputs[f"train_{stage}"]), load, EMA if averaged else MODEL) for stage in stages
+        stage: _read(inputs[f"train_{stage}"].place("checkpoint"), load, EMA if averaged else MODEL) for stage in stages
     }
 
 
 def load_stage_configs(inputs: Mapping[str, NodeOutput], stages: Sequence[str]) -> dict[str, SPNConfig]:
     """{stage: configuration of its network}, in the order of `stages`, without loading any weights."""
-    return {stage: _read(checkpoint_uri(inputs[f"train_{stage}"]), load_config) for stage in stages}
+    return {stage: _read(inputs[f"train_{stage}"].place("checkpoint"), load_config) for stage in stages}
 
 
 def start_weights_of(uri: str, config: SPNConfig) -> dict[str, Tensor]:

@@ -96,7 +96,7 @@ def tiny(tmp_path: pathlib.Path) -> tuple:
     squares = {side: rng.integers(0, 256, (46, side, side, 3)).astype(np.uint8) for side in TINY["resolutions"]}
     for index in range(2):
         writer = ShardWriter(open_store(tmp_path), split="train", index=index, num_shards=2, row_group_rows=10, **TINY)
-        with writer:
+        with writer.open():
             for begin, end in ((0, 4), (4, 21), (21, 23)):
                 begin, end = 23 * index + begin, 23 * index + end
                 writer.append(names.slice(begin, end - begin), {r: array[begin:end] for r, array in squares.items()})

@@ -17,6 +17,7 @@ import ray.data
 from data_prep import images, sources
 from data_prep.build import TooManyUnusable, build
 from data_prep.config import DataConfig
+from data_prep.files import UserError
 from data_prep.parquet import open_dataset, pixels
 from data_prep.plan import make_plan
 from data_prep.ray_compat import ExecutionCallback
@@ -164,7 +165,7 @@ def test_another_plan_never_mixes_with_what_is_there(config: DataConfig, tmp_pat
     out = tmp_path / "set"
     build(config, out=str(out), progress=quiet)
     other = dataclasses.replace(config, resolutions=[16, 4], rows_per_shard=5)
-    with pytest.raises(ValueError, match="another plan"):
+    with pytest.raises(UserError, match="another plan.*--rerun prepare_data"):
         build(other, out=str(out), progress=quiet)
     (out / "manifest.json").unlink()  # unfinished: what it left is cleared
     manifest = build(other, out=str(out), progress=quiet)
@@ -176,7 +177,8 @@ def test_another_plan_never_mixes_with_what_is_there(config: DataConfig, tmp_pat
 def test_bad_photo_is_named_and_counted(config: DataConfig, tmp_path: pathlib.Path, crop: str):
     config = dataclasses.replace(config, max_quarantine_fraction=0.2)
     config = tiles(config) if crop == "tiles" else config
-    train = make_plan(config, sources.find(config)).photos["train"]
+    shards = make_plan(config, sources.find(config)).shards
+    train = [row.item.key for shard in shards if shard.split == "train" for row in shard.rows]
     cut = tmp_path / "raw" / next(key for key in train if key.endswith("jpg"))  # its header is whole
     cut.write_bytes(cut.read_bytes()[:-200])
     (tmp_path / "raw" / next(key for key in train if key.endswith("png"))).write_text("no image")
@@ -217,7 +219,7 @@ def test_plan_depends_on_config_and_source_but_not_on_the_place(config: DataConf
     assert make_plan(moved, sources.find(moved)).hash == plan.hash
     seeded = dataclasses.replace(moved, seed=1)
     assert make_plan(seeded, sources.find(seeded)).hash != plan.hash
-    assert make_plan(seeded, sources.find(seeded)).photos != plan.photos
+    assert make_plan(seeded, sources.find(seeded)).shards != plan.shards
     (tmp_path / "moved" / "photo_00.jpg").unlink()
     assert make_plan(moved, sources.find(moved)).hash != plan.hash
 

@@ -99,6 +99,7 @@ def test_failure_in_one_file_leaves_none(
 
     monkeypatch.setattr(pq, "ParquetWriter", Full)
     options = dict(split="train", index=0, num_shards=1, resolutions=[8, 4], bits=[3, 8], row_group_rows=10)
-    with pytest.raises(OSError, match="disk full"), ShardWriter(open_store(tmp_path / "set"), **options) as writer:
+    writer = ShardWriter(open_store(tmp_path / "set"), **options)
+    with pytest.raises(OSError, match="disk full"), writer.open():
         writer.append(names, squares)
     assert [path for path in (tmp_path / "set").rglob("*") if path.is_file()] == []

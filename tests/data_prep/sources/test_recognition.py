@@ -95,7 +95,8 @@ def test_layouts_of_images(tmp_path: pathlib.Path, files: list[str], name: str, 
     assert (found.name, splits(found)) == (name, expected)
     assert sum(expected.values()) + sum(found.skipped.values()) == len(files)
     told = config(tmp_path, split="by_photo", num_test_photos=1)
-    assert [len(keys) for keys in make_plan(told, sources.find(told)).photos.values()][1:] == [0, 1]
+    shards = make_plan(told, sources.find(told)).shards
+    assert [(shard.split, len(shard.rows)) for shard in shards if shard.split != "train"] == [("test", 1)]
 
 
 def test_images_outside_of_the_splits_are_few_or_an_error(tmp_path: pathlib.Path):

@@ -195,7 +195,7 @@ def test_options_of_a_uri_stay_at_its_end() -> None:
     assert join("s3://bucket/run?region=eu-west-1", "a/b") == "s3://bucket/run/a/b?region=eu-west-1"
     assert join("/runs/what?", "a") == "/runs/what?/a"
     assert parent("s3://bucket/run/a?region=eu-west-1") == ("s3://bucket/run?region=eu-west-1", "a")
-    assert parent("/runs/what?") == ("/runs", "what?") and parent("/a") == ("/", "a")
+    assert parent("/runs/what?") == ("/runs", "what?") and parent("/a") == ("/", "a") and parent("a") == (".", "a")
     store = open_store("s3://bucket/run?region=eu-west-1&endpoint_override=127.0.0.1:1&scheme=http")
     assert store.path("a") == "bucket/run/a" and not store.is_local
     assert open_store(store.uri_of("a")).path() == "bucket/run/a"

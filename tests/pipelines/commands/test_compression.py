@@ -44,7 +44,7 @@ def dataset(folder: Path) -> dict[str, bytes]:
     table = pa.table([pa.array(c, f.type) for c, f in zip(columns, names, strict=True)], schema=names)
     settings: dict[str, Any] = dict(resolutions=[SIDE], bits=[8])
     store = open_store(folder)
-    with ShardWriter(store, split="test", index=0, num_shards=1, row_group_rows=2, **settings) as writer:
+    with ShardWriter(store, split="test", index=0, num_shards=1, row_group_rows=2, **settings).open() as writer:
         writer.append(table, {SIDE: np.stack([*TEST.values()])})
     manifest = Manifest("tiny", "p", settings, {}, {"test": 3}, {}, {}, "", {}, writer.shards(), {})
     store.write_text("manifest.json", manifest.to_json())

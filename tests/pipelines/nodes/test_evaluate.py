@@ -99,7 +99,7 @@ def dataset(tmp_path: Path) -> NodeOutput:
     )
     settings: dict[str, Any] = dict(resolutions=[SIDE], bits=[8])
     for split, images in (("train", TRAIN), ("test", TEST)):
-        with ShardWriter(store, split=split, index=0, num_shards=1, row_group_rows=2, **settings) as writer:
+        with ShardWriter(store, split=split, index=0, num_shards=1, row_group_rows=2, **settings).open() as writer:
             writer.append(names, {SIDE: images})
         shards += writer.shards()
     counts = {"train": NUM, "test": NUM}

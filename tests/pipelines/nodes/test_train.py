@@ -29,7 +29,7 @@ from data_prep import ray_compat
 from data_prep.files import Store, UserError, open_store
 from pipelines import pipeline
 from pipelines.config import NodeResources, TrainNodeConfig
-from pipelines.dag.node import NodeContext
+from pipelines.dag.node import NodeContext, NodeOutput
 from pipelines.dag.progress import Reporter
 from pipelines.loading import load
 from pipelines.nodes import train, trained
@@ -207,12 +207,13 @@ def test_workers_agree_on_what_fits_all_of_them(
     limits: tuple[int, int], agreed: int | None, size_upscale: SPNConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two workers, one of which has less memory: neither waits for the other while it tries."""
-    barrier, sizes, found = threading.Barrier(2, timeout=60), list[int](), list[int | None]()
+    barrier, sizes, found = threading.Barrier(2, timeout=60), list[torch.Tensor](), list[int | None]()
 
-    def smallest(size: int, device: torch.device) -> int:
-        sizes.append(size)
+    def all_reduce(own: torch.Tensor, op: dist.ReduceOp) -> None:
+        assert op == dist.ReduceOp.MIN
+        sizes.append(own.clone())
         barrier.wait()
-        return min(sizes)
+        own.copy_(min(sizes))
 
     def work(limit: int) -> None:
         try:
@@ -220,7 +221,8 @@ def test_workers_agree_on_what_fits_all_of_them(
         except UserError:
             found.append(None)
 
-    monkeypatch.setattr(train, "smallest_of_workers", smallest)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(
         torch.random, "fork_rng", lambda **_: contextlib.nullcontext()
     )  # this process has one random state
@@ -230,19 +232,6 @@ def test_workers_agree_on_what_fits_all_of_them(
     for worker in workers:
         worker.join()
     assert found == [agreed, agreed]
-
-
-def test_workers_ask_each_other_for_the_smallest_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for a group of workers, the other of which has 3; a worker that is alone asks nobody."""
-    assert train.smallest_of_workers(6, CPU) == 6
-
-    def all_reduce(own: torch.Tensor, op: dist.ReduceOp) -> None:
-        assert op == dist.ReduceOp.MIN
-        own.clamp_(max=3)
-
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    assert [train.smallest_of_workers(size, CPU) for size in (6, 2)] == [3, 2]
 
 
 def test_a_restart_keeps_what_the_attempt_has_found(tmp_path: Path) -> None:
@@ -528,7 +517,7 @@ def test_data_without_validation_images_is_the_users_mistake(
 ) -> None:
     images = SimpleNamespace(uri="set", num_images=lambda split: 0 if split == "valid" else 1)
     monkeypatch.setattr(train, "open_dataset", lambda _: images)
-    inputs = {"prepare_data": SimpleNamespace(uri="/data", named={"dataset": "dataset"})}
+    inputs = {"prepare_data": NodeOutput("/data", {"dataset": "dataset"}, "1")}
     with pytest.raises(UserError, match="no valid images"):
         train.run(SimpleNamespace(config=node(size_upscale), inputs=inputs))
 
