@@ -95,23 +95,19 @@ class GatedPixelCNNLayer(nn.Module):
 
     y = tanh(W_f * x + V_f * h) . sigmoid(W_g * x + V_g * h). The vertical stack reads the two rows above without any
     channel mask, the horizontal stack the pixel to the left and, masked over RGB groups, the pixel itself. The first
-    layer reads the embedded pixel values (mask A) and starts the residual stream; later ones add to it (mask B).
+    layer reads the embedded pixel values (mask A) and starts the residual stream; later ones add to it (mask B), and in
+    recipe modern norm what they read of it.
     """
 
-    def __init__(
-        self, own: DecoderConfig, *, cond_channels: int, first_input: Tensor | None, norm: GroupNorm | None = None
-    ) -> None:
-        """first_input: RGB groups of the embedded input channels for the first layer, None for later layers.
-
-        norm: of what a later layer reads of the stream, within RGB groups; None as in the paper.
-        """
+    def __init__(self, own: DecoderConfig, *, cond_channels: int, first_input: Tensor | None) -> None:
+        """first_input: RGB groups of the embedded input channels for the first layer, None for later layers."""
         super().__init__()
         stream = channel_groups(own.residual_channels)
         half = channel_groups(own.conv_channels)
         # Groups are assigned within each half of the gate, so that tanh[k] and sigmoid[k] belong to one group.
         gate = torch.cat([half, half])
         self.is_first = first_input is not None
-        self.norm = norm
+        self.norm = None if self.is_first or own.recipe == "paper" else GroupNorm(own.residual_channels)
         local = first_input if first_input is not None else half
         self.down = None if self.is_first else MaskedLinear(half, stream)
         self.vertical = nn.Conv2d(len(local), len(gate), kernel_size=(2, 3))
@@ -157,13 +153,16 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
+    def queries_keys_values(self, x: Tensor) -> Iterable[Tensor]:
+        """[B, T, D] -> three times [B, heads, T, d]."""
+        qkv = self.qkv(x).unflatten(-1, (3 * self.num_heads, -1))  # [B, T, 3 heads, d]
+        return (part.transpose(1, 2) for part in qkv.chunk(3, dim=2))
+
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(x).view(batch, length, 3 * self.num_heads, -1)  # [B, T, 3 heads, d]
-        q, k, v = (part.transpose(1, 2) for part in qkv.chunk(3, dim=2))  # [B, heads, T, d] each
+        q, k, v = self.queries_keys_values(x)
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, dropout_p=dropout)  # [B, heads, T, d]
-        return self.out(y.transpose(1, 2).reshape(batch, length, width))  # [B, T, D]
+        return self.out(y.transpose(1, 2).reshape(x.shape))  # [B, T, D]
 
 
 class ParameterAttention(nn.Module):
@@ -204,6 +203,14 @@ class TransformerLayer(nn.Module):
         self.memory_norm = nn.LayerNorm(width, eps=1e-6)
         self.memory = ParameterAttention(width=width, num_heads=num_heads, num_rows=num_rows, dropout=dropout)
         self.dropout = nn.Dropout(dropout)
+
+    def queries_keys_values(self, x: Tensor, turns: None = None) -> Iterable[Tensor]:
+        return self.attn.queries_keys_values(self.attn_norm(x))
+
+    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Decoding's: x [B, T, D] and attended values [B, heads, T, d] -> output of the layer."""
+        x = x + self.attn.out(attended.transpose(1, 2).reshape(x.shape))
+        return x + self.memory(self.memory_norm(x))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attn(self.attn_norm(x)))

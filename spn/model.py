@@ -96,31 +96,6 @@ class SliceEmbedder(nn.Module):
         return torch.cat(parts, dim=-1)
 
 
-def pixelcnn_layers(config: SPNConfig, pixel_groups: Tensor) -> Sequence[GatedPixelCNNLayer]:
-    """The decoder's Gated PixelCNN, conditioned on attention and, where there is an embedder, on s."""
-    own = config.decoder
-    return module_list(
-        GatedPixelCNNLayer(
-            own,
-            cond_channels=cond_channels(config),
-            first_input=pixel_groups if i == 0 else None,
-            norm=GroupNorm(own.residual_channels) if own.recipe == "modern" and i > 0 else None,
-        )
-        for i in range(own.num_layers)
-    )
-
-
-def cond_channels(config: SPNConfig) -> int:
-    """Channels that the PixelCNN is conditioned on: those of attention, then those of s."""
-    own = config.decoder
-    return own.num_attn_heads * own.attn_head_dim + (config.embedder.conv_channels if config.embedder else 0)
-
-
-def make_head(config: SPNConfig) -> MaskedLinear:
-    """From the stream to 3 V logits, masked over RGB groups."""
-    return MaskedLinear(channel_groups(3 * config.num_values), channel_groups(config.decoder.residual_channels))
-
-
 def shift_one_pixel(pixels: Tensor) -> Tensor:
     """[B, h, w, 24] -> [B, h*w, 24]: at each position the pixel before it in raster order, zeros at the first.
 
@@ -129,73 +104,60 @@ def shift_one_pixel(pixels: Tensor) -> Tensor:
     return F.pad(pixels.flatten(1, 2)[:, :-1], (0, 0, 1, 0))
 
 
-class PaperDecoder(nn.Module):
-    """Masked 1D self-attention over the target slice, then a Gated PixelCNN conditioned on it and on s (figure 4b)."""
+class Decoder(nn.Module):
+    """Masked 1D self-attention over the target slice, then a Gated PixelCNN conditioned on it and on s (figure 4b).
 
-    def __init__(self, config: SPNConfig) -> None:
-        super().__init__()
-        self.num_values = config.num_values
-        self.intensity = IntensityEmbedding(num_values=config.num_values)
-        self.attention = AttentionStack(config.decoder, in_channels=24, slice_size=config.slice_size, causal=True)
-        self.layers = pixelcnn_layers(config, self.intensity.groups())
-        self.head = make_head(config)
-        self.recompute = False
-
-    def forward(self, target: Tensor, context: Tensor | None) -> Tensor:
-        """target [B, 3, h, w], context s [B, h, w, channels] or None -> logits [B, 3, V, h, w]."""
-        pixels = self.intensity(target.permute(0, 2, 3, 1))  # [B, h, w, 24]
-        cond = self.attention(self.attention.project(shift_one_pixel(pixels)))  # [B, h*w, D]
-        cond = cond.unflatten(1, target.shape[2:])  # [B, h, w, D]
-        if context is not None:
-            cond = torch.cat([cond, context], dim=-1)  # [B, h, w, D + channels]
-        x = pixels
-        for layer in self.layers:
-            x = run_layer(layer, x, cond, recompute=self.recompute)  # [B, h, w, R]
-        logits = self.head(F.relu(x)).unflatten(-1, (3, self.num_values))  # [B, h, w, 3, V]
-        return logits.permute(0, 3, 4, 1, 2)
-
-
-class ModernDecoder(nn.Module):
-    """The same factorisation with modern parts (modern.py).
-
-    Beside the paper's connections, attention reads s and the pixels around, what it found enters the stream past the
-    gates (`direct`), and the stream is normed for the head.
+    Recipe modern (modern.py) adds connections: attention also reads s and the pixels around, what it found enters the
+    stream past the gates (`direct`), and the stream is normed for the head.
     """
 
     def __init__(self, config: SPNConfig) -> None:
         super().__init__()
-        own, attn_width = config.decoder, config.decoder.num_attn_heads * config.decoder.attn_head_dim
+        own, modern = config.decoder, config.decoder.recipe == "modern"
+        attn_width = own.num_attn_heads * own.attn_head_dim
+        context = 0 if config.embedder is None else config.embedder.conv_channels
         self.num_values = config.num_values
         self.intensity = IntensityEmbedding(num_values=config.num_values)
-        self.stem = CausalStem(in_channels=24, width=attn_width)
-        self.attention = ModernStack(own, in_channels=24, slice_size=config.slice_size, causal=True)
-        self.surroundings = None
-        if config.embedder is not None:
-            self.surroundings = nn.Linear(config.embedder.conv_channels, attn_width, bias=False)
-        self.layers = pixelcnn_layers(config, self.intensity.groups())
-        self.direct = nn.Linear(cond_channels(config), own.residual_channels, bias=False)
-        self.norm = GroupNorm(own.residual_channels)
-        self.head = make_head(config)
+        self.stem = CausalStem(in_channels=24, width=attn_width) if modern else None
+        stack = ModernStack if modern else AttentionStack
+        self.attention = stack(own, in_channels=24, slice_size=config.slice_size, causal=True)
+        self.surroundings = nn.Linear(context, attn_width, bias=False) if modern and context else None
+        pixels, cond = self.intensity.groups(), attn_width + context
+        self.layers = module_list(
+            GatedPixelCNNLayer(own, cond_channels=cond, first_input=None if i else pixels)
+            for i in range(own.num_layers)
+        )
+        self.direct = nn.Linear(cond, own.residual_channels, bias=False) if modern else None
+        self.norm = GroupNorm(own.residual_channels) if modern else None
+        self.head = MaskedLinear(channel_groups(3 * config.num_values), channel_groups(own.residual_channels))
         self.recompute = False
 
     def forward(self, target: Tensor, context: Tensor | None) -> Tensor:
         """target [B, 3, h, w], context s [B, h, w, channels] or None -> logits [B, 3, V, h, w]."""
         pixels = self.intensity(target.permute(0, 2, 3, 1))  # [B, h, w, 24]
-        local = self.stem(pixels)  # [B, h*w, D]
-        if self.surroundings is not None:
-            assert context is not None
-            local = local + self.surroundings(context).flatten(1, 2)
-        cond = self.attention(self.attention.project(shift_one_pixel(pixels)) + local)  # [B, h*w, D]
+        cond = self.attention(self.attention_input(pixels, context))  # [B, h*w, D]
         cond = cond.unflatten(1, target.shape[2:])  # [B, h, w, D]
         if context is not None:
             cond = torch.cat([cond, context], dim=-1)  # [B, h, w, D + channels]
         x = pixels
         for layer in self.layers:
             x = run_layer(layer, x, cond, recompute=self.recompute)  # [B, h, w, R]
-            if layer.is_first:
+            if layer.is_first and self.direct is not None:
                 x = x + self.direct(cond)
-        logits = self.head(self.norm(x)).unflatten(-1, (3, self.num_values))  # [B, h, w, 3, V]
-        return logits.permute(0, 3, 4, 1, 2)
+        return self.logits(x)
+
+    def attention_input(self, pixels: Tensor, context: Tensor | None) -> Tensor:
+        """Embedded pixels [B, h, w, 24], s -> [B, h*w, D]."""
+        x = self.attention.project(shift_one_pixel(pixels))
+        if self.stem is not None:
+            local = self.stem(pixels)
+            x = x + (local if self.surroundings is None else local + self.surroundings(context).flatten(1, 2))
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Stream [B, h, w, R] -> [B, 3, V, h, w]."""
+        x = F.relu(x) if self.norm is None else self.norm(x)
+        return self.head(x).unflatten(-1, (3, self.num_values)).permute(0, 3, 4, 1, 2)
 
 
 class SPN(nn.Module):
@@ -205,9 +167,7 @@ class SPN(nn.Module):
         super().__init__()
         self.config = config
         self.embedder = SliceEmbedder(config) if config.embedder is not None else None
-        self.decoder: PaperDecoder | ModernDecoder = (
-            ModernDecoder(config) if config.decoder.recipe == "modern" else PaperDecoder(config)
-        )
+        self.decoder = Decoder(config)
         init_weights(self)
 
     def context(self, slices: Tensor, index: Tensor, given: Tensor | None) -> Tensor | None:
@@ -231,7 +191,7 @@ class SPN(nn.Module):
 def recompute_activations(model: SPN) -> None:
     """Trade time for memory in training: every layer keeps its input only and runs again in the backward pass."""
     for module in model.modules():
-        if isinstance(module, AttentionStack | ModernStack | SliceEmbedder | PaperDecoder | ModernDecoder):
+        if isinstance(module, AttentionStack | ModernStack | SliceEmbedder | Decoder):
             module.recompute = True
 
 
@@ -283,7 +243,7 @@ def init_weights(model: SPN) -> None:
         for block in model.embedder.blocks:
             nn.init.zeros_(block.up.weight)
         _smooth_tables(model.embedder)
-    if isinstance(model.decoder, ModernDecoder):
+    if model.decoder.stem is not None:
         _smooth_tables(model.decoder)
         _smooth_head(model.decoder)
 
@@ -306,7 +266,7 @@ def _smooth_tables(part: nn.Module) -> None:
             table[:, :, : len(chosen)] = cosines(table.shape[1], chosen)
 
 
-def _smooth_head(decoder: ModernDecoder) -> None:
+def _smooth_head(decoder: Decoder) -> None:
     """Each group's logits as a cosine series, whose terms are the group's own channels, small and falling."""
     decoder.head.weight.zero_()
     values, first = decoder.num_values, 0

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spn.layers import GroupNorm, MaskedLinear, TransformerLayer
-from spn.model import SPN, ModernDecoder, PaperDecoder
+from spn.layers import MaskedLinear
+from spn.model import SPN, Decoder
 from spn.modern import STEM_COLUMNS, STEM_ROWS, ModernLayer
 
 BITS = 24  # a coder's frequencies sum to at most 2^BITS
@@ -83,9 +83,6 @@ def pick(logits: Tensor, uniform: Tensor, temperature: float, top_p: float | Non
     return values.minimum(last)
 
 
-Observe = Callable[[Tensor, int, int, int], None]  # (logits [B, V], row, column, channel)
-
-
 @dataclass(frozen=True)
 class LayerWeights:
     """One PixelCNN layer, with its masks applied."""
@@ -95,7 +92,6 @@ class LayerWeights:
     left: Tensor  # [C, 2C]
     context: Tensor | None  # [channels of s, 2C]
     attention: Tensor  # [D, 2C]
-    norm: GroupNorm | None  # recipe modern
     down: tuple[Tensor, Tensor] | None  # [R, C], bias; None in the first layer
     current: Tensor  # [C, 2C]
     up: tuple[Tensor, Tensor]  # [C, R], bias
@@ -105,12 +101,10 @@ class LayerWeights:
 class DecoderWeights:
     """What decoding reads, made once from a Decoder by `prepare`."""
 
-    decoder: PaperDecoder | ModernDecoder
+    decoder: Decoder
     layers: tuple[LayerWeights, ...]
     stem: Tensor | None  # [rows * columns * 24, D] of recipe modern
-    surroundings: Tensor | None  # [channels of s, D]: what attention reads of s (recipe modern)
     direct: tuple[Tensor, Tensor] | None  # of attention [D, R] and of s [channels, R] (recipe modern)
-    norm: GroupNorm | None  # before the head (recipe modern)
     head: tuple[Tensor, Tensor]  # [R, 3V], bias
     size: int  # h = w
 
@@ -138,8 +132,8 @@ def _masked(layer: MaskedLinear) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def prepare(model: SPN) -> DecoderWeights:
-    """The decoder's weights as decoding uses them; copies, never changes them."""
-    decoder, own = model.decoder, model.config.decoder
+    """Copies of the decoder's weights as decoding uses them."""
+    decoder, own = copy.deepcopy(model.decoder), model.config.decoder
     attn_width = own.num_attn_heads * own.attn_head_dim
     layers = []
     for layer in decoder.layers:
@@ -153,22 +147,18 @@ def prepare(model: SPN) -> DecoderWeights:
                 left=layer.left.weight.t().contiguous(),
                 context=cond[attn_width:].contiguous() if model.embedder is not None else None,
                 attention=cond[:attn_width].contiguous(),
-                norm=copy.deepcopy(layer.norm),
                 down=None if layer.down is None else _masked(layer.down),
                 current=layer.current.masked_weight().t().contiguous(),
                 up=_masked(layer.up),
             )
         )
-    stem = surroundings = direct = norm = None
-    if isinstance(decoder, ModernDecoder):
+    stem = direct = None
+    if decoder.stem is not None and decoder.direct is not None:
         stem = decoder.stem.masked_weight().permute(2, 3, 1, 0).flatten(0, 2).contiguous()
-        if decoder.surroundings is not None:
-            surroundings = decoder.surroundings.weight.t().contiguous()
         maps = decoder.direct.weight.t()
         direct = (maps[:attn_width].contiguous(), maps[attn_width:].contiguous())
-        norm = copy.deepcopy(decoder.norm)
     head, size = _masked(decoder.head), model.config.slice_size
-    return DecoderWeights(decoder, tuple(layers), stem, surroundings, direct, norm, head, size)
+    return DecoderWeights(decoder, tuple(layers), stem, direct, head, size)
 
 
 def new_cache(weights: DecoderWeights, batch: int) -> DecoderCache:
@@ -199,22 +189,10 @@ def new_cache(weights: DecoderWeights, batch: int) -> DecoderCache:
     )
 
 
-def _attend(layer: TransformerLayer, x: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
+def _attend(layer: Any, x: Tensor, keys: Tensor, values: Tensor, position: int, turns: Tensor | None) -> Tensor:
     """One position of one attention layer: x [B, D] -> [B, D]; its key and value enter the cache."""
-    batch, heads, _, head_dim = keys.shape
-    q, k, v = layer.attn.qkv(layer.attn_norm(x)).view(batch, 3, heads, head_dim).unbind(1)
-    keys[:, :, position] = k
-    values[:, :, position] = v
-    seen = slice(0, position + 1)
-    y = F.scaled_dot_product_attention(q[:, :, None], keys[:, :, seen], values[:, :, seen])
-    x = x + layer.attn.out(y.reshape(batch, -1))
-    return x + layer.memory(layer.memory_norm(x))
-
-
-def _attend_modern(layer: ModernLayer, x: Tensor, keys: Tensor, values: Tensor, position: int, turns: Tensor) -> Tensor:
-    """The same for a layer of recipe modern."""
     here, seen = slice(position, position + 1), slice(0, position + 1)
-    q, k, v = layer.queries_keys_values(x[:, None], turns[:, here])
+    q, k, v = layer.queries_keys_values(x[:, None], None if turns is None else turns[:, here])
     keys[:, :, here] = k
     values[:, :, here] = v
     attended = F.scaled_dot_product_attention(q, keys[:, :, seen], values[:, :, seen])
@@ -233,9 +211,8 @@ def start_row(weights: DecoderWeights, cache: DecoderCache, context: Tensor | No
         cache.from_above[i] = total
     if weights.direct is not None and context is not None:
         cache.direct_above = context @ weights.direct[1]
-    if weights.surroundings is not None:
-        assert context is not None
-        cache.surroundings = context @ weights.surroundings
+    if weights.decoder.surroundings is not None:
+        cache.surroundings = weights.decoder.surroundings(context)
 
 
 def end_row(cache: DecoderCache) -> None:
@@ -251,20 +228,20 @@ def start_pixel(weights: DecoderWeights, cache: DecoderCache, previous: Tensor, 
     previous [B, 24]: embedded pixel before this one in raster order, zeros for the first.
     """
     decoder, position = weights.decoder, row * weights.size + column
-    x = decoder.attention.project(previous)
-    if isinstance(decoder, ModernDecoder):
-        assert cache.pixels is not None and weights.stem is not None
+    stack: Any = decoder.attention
+    x = stack.project(previous)
+    if weights.stem is not None:
+        assert cache.pixels is not None
         window = cache.pixels[:, row : row + STEM_ROWS, column : column + STEM_COLUMNS]
         x = x + window.flatten(1) @ weights.stem
         if cache.surroundings is not None:
             x = x + cache.surroundings[:, column]
-        for modern, keys, values in zip(decoder.attention.layers, cache.keys, cache.values, strict=True):
-            x = _attend_modern(modern, x, keys, values, position, decoder.attention.turns)
     else:
-        x = x + decoder.attention.timing[position].to(x.dtype)
-        for paper, keys, values in zip(decoder.attention.layers, cache.keys, cache.values, strict=True):
-            x = _attend(paper, x, keys, values, position)
-    x = decoder.attention.norm(x)
+        x = x + stack.timing[position].to(x.dtype)
+    turns = getattr(stack, "turns", None)  # of recipe modern
+    for attention, keys, values in zip(stack.layers, cache.keys, cache.values, strict=True):
+        x = _attend(attention, x, keys, values, position, turns)
+    x = stack.norm(x)
     for i, layer in enumerate(weights.layers):
         gate = cache.from_above[i][:, column] + x @ layer.attention
         cache.gate[i] = torch.addmm(gate, cache.row[i][:, column], layer.left)
@@ -281,18 +258,19 @@ def channel_logits(weights: DecoderWeights, cache: DecoderCache, column: int, ch
     masks are in the weights; the last of the three calls leaves every one as it should be.
     """
     x = cache.direct  # [B, R]: nothing yet, but in recipe modern
-    for layer, row, gate in zip(weights.layers, cache.row, cache.gate, strict=True):
+    decoder = weights.decoder
+    for layer, own, row, gate in zip(weights.layers, decoder.layers, cache.row, cache.gate, strict=True):
         a = row[:, column + 1]  # [B, C]
         if layer.down is not None:
             assert x is not None
-            a[:] = torch.addmm(layer.down[1], x if layer.norm is None else layer.norm(x), layer.down[0])
+            a[:] = torch.addmm(layer.down[1], x if own.norm is None else own.norm(x), layer.down[0])
         f, g = torch.addmm(gate, a, layer.current).chunk(2, dim=1)
         change = torch.addmm(layer.up[1], torch.tanh(f) * torch.sigmoid(g), layer.up[0])
         x = change if x is None else x + change
     assert x is not None
-    x = F.relu(x) if weights.norm is None else weights.norm(x)
-    own = slice(channel * weights.decoder.num_values, (channel + 1) * weights.decoder.num_values)
-    return torch.addmm(weights.head[1][own], x, weights.head[0][:, own])
+    x = F.relu(x) if decoder.norm is None else decoder.norm(x)
+    rows = slice(channel * decoder.num_values, (channel + 1) * decoder.num_values)
+    return torch.addmm(weights.head[1][rows], x, weights.head[0][:, rows])
 
 
 @torch.no_grad()
@@ -302,12 +280,8 @@ def decode_slice(
     draws: Draws,
     *,
     on_row: Callable[[], None] | None = None,
-    on_logits: Observe | None = None,
 ) -> Tensor:
-    """Decode slices pixel by pixel: context s [B, h, w, channels] -> values [B, 3, h, w], chosen by `draws`.
-
-    on_row is called after each row, on_logits with what each value was chosen from.
-    """
+    """Slices pixel by pixel: s [B, h, w, channels] -> values [B, 3, h, w], chosen by `draws`; on_row after each row."""
     batch = len(draws.uniform)
     cache = new_cache(weights, batch)
     table, values = weights.decoder.intensity.table, weights.decoder.num_values
@@ -321,8 +295,6 @@ def decode_slice(
             pixel = cache.row[0][:, column + 1]
             for channel in range(3):
                 logits = channel_logits(weights, cache, column, channel)
-                if on_logits is not None:
-                    on_logits(logits, row, column, channel)
                 value = draws.choose(logits, row, column, channel)
                 target[:, channel, row, column] = value
                 pixel[:, channel * units : (channel + 1) * units] = table(value + channel * values)

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spn.decoding.incremental import Draws, pick
-from spn.model import SPN, ModernDecoder, shift_one_pixel
-from spn.modern import STEM_ROWS, ModernLayer
+from spn.model import SPN, shift_one_pixel
+from spn.modern import STEM_ROWS
 
 ROWS_AT_ONCE = 4  # more take fewer passes, which take longer
 
@@ -61,27 +61,20 @@ class JacobiDecoder:
         here = slice(rows.start * self.size, rows.stop * self.size)  # positions
         pixels = decoder.intensity(values[:, :, : rows.stop].permute(0, 2, 3, 1))  # [B, rows so far, w, 24]
         x = stack.project(shift_one_pixel(pixels)[:, here])  # [B, positions, D]
-        if isinstance(decoder, ModernDecoder):
+        if decoder.stem is not None:
             x = x + decoder.stem(pixels[:, max(rows.start - STEM_ROWS + 1, 0) :])[:, -x.shape[1] :]
             if decoder.surroundings is not None:
                 assert context is not None
                 x = x + decoder.surroundings(context[:, rows]).flatten(1, 2)
         else:
             x = x + stack.timing[here].to(x.dtype)
+        turns = stack.turns[:, here] if decoder.stem is not None else None
         mask = torch.full((x.shape[1], here.stop), -torch.inf, dtype=x.dtype).triu(here.start + 1)
         for layer in stack.layers:
-            if isinstance(layer, ModernLayer):
-                q, k, v = layer.queries_keys_values(x, stack.turns[:, here])
-            else:
-                maps = layer.attn.qkv(layer.attn_norm(x)).unflatten(-1, (3, layer.attn.num_heads, -1))
-                q, k, v = maps.permute(2, 0, 3, 1, 4)  # [B, heads, positions, D / heads] each
+            q, k, v = layer.queries_keys_values(x, turns)  # [B, heads, positions, D / heads] each
             k, v = (self._with_earlier((layer, name), new, here, dim=2) for name, new in (("k", k), ("v", v)))
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-            if isinstance(layer, ModernLayer):
-                x = layer.after_attention(x, attended)
-            else:
-                x = x + layer.attn.out(attended.transpose(1, 2).reshape(x.shape))
-                x = x + layer.memory(layer.memory_norm(x))
+            x = layer.after_attention(x, attended)
         cond = stack.norm(x).unflatten(1, (count, self.size))  # [B, rows, w, D]
         if context is not None:
             cond = torch.cat([cond, context[:, rows]], dim=-1)
@@ -89,10 +82,10 @@ class JacobiDecoder:
         cond, x = self._with_earlier("cond", cond, rows)[:, near], pixels[:, near]
         for gated in decoder.layers:
             x = gated(x, cond)  # [B, rows, w, R]
-            if isinstance(decoder, ModernDecoder) and gated.is_first:
+            if decoder.direct is not None and gated.is_first:
                 x = x + decoder.direct(cond)
             x = self._with_earlier(gated, x[:, -count:], rows)[:, near]
-        x = decoder.norm(x) if isinstance(decoder, ModernDecoder) else F.relu(x)
+        x = F.relu(x) if decoder.norm is None else decoder.norm(x)
         return decoder.head(x[:, -count:]).unflatten(-1, (3, -1))
 
     def _with_earlier(self, name: Any, new: Tensor, here: slice, *, dim: int = 1) -> Tensor:

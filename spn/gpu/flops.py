@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from spn.config import SPNConfig
-from spn.gpu.training import FastPaperDecoder, speed_up
+from spn.gpu.training import FastDecoder, speed_up
 from spn.layers import GatedPixelCNNLayer, MaskedLinear
 from spn.model import SPN
 
@@ -32,7 +32,7 @@ def forward_flops(config: SPNConfig) -> tuple[int, int]:
     with torch.device("meta"):
         model = SPN(config)
     speed_up(model)  # empty slots of the embedder cost nothing
-    if isinstance(model.decoder, FastPaperDecoder):
+    if isinstance(model.decoder, FastDecoder):
         model.decoder.layers_a_group = 1  # products between a group's layers save memory traffic: not work of its own
     # A second slice costs what a slice costs; the first also the products of weights with weights, once a batch.
     dense = _counted(model, 2) - _counted(model, 1)

@@ -20,9 +20,9 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
-from spn.gpu.training import FastModernDecoder, FastPaperDecoder
+from spn.gpu.training import FastDecoder
 from spn.layers import GatedPixelCNNLayer, TransformerLayer, group_sizes
-from spn.model import SPN, ModernDecoder, PaperDecoder
+from spn.model import SPN, Decoder
 from spn.modern import ModernLayer, ModernStack
 
 ALIGN = 16  # channels
@@ -73,7 +73,7 @@ READ = re.compile(
 def not_covered(model: SPN) -> str | None:
     """Why the fused kernels cannot decode this network; None if they can."""
     decoder = model.decoder
-    if type(decoder) not in (PaperDecoder, ModernDecoder, FastPaperDecoder, FastModernDecoder):
+    if type(decoder) not in (Decoder, FastDecoder):
         return f"the fused kernels do not know the decoder {type(decoder).__name__}"
     for module in decoder.modules():
         if not type(module).__module__.startswith(("spn.", "torch.")):
@@ -120,12 +120,12 @@ class FoldedWeights:
         self.stream_sizes = group_sizes(config.residual_channels)
         self.inputs, self.gate = 3 * self.conv, 6 * self.conv
         self.width = config.num_attn_heads * config.attn_head_dim
-        self.modern = isinstance(decoder, ModernDecoder)
+        self.modern = decoder.stem is not None
         self.table = decoder.intensity.table.weight.detach().float().contiguous()
         self.project = self._own(attention.project.weight)
         self.project_bias = attention.project.bias.detach().float().contiguous()
         self.stem = self.surroundings = None
-        if isinstance(decoder, ModernDecoder):
+        if decoder.stem is not None:
             self.stem = self._own(decoder.stem.masked_weight().permute(0, 2, 3, 1).flatten(1))
             if decoder.surroundings is not None:
                 self.surroundings = self._own(decoder.surroundings.weight.t())
@@ -147,7 +147,7 @@ class FoldedWeights:
         self.gate_context = self._own(torch.cat([layer.context for layer in layers]).t())  # [channels of s, L G]
         bias = torch.stack([layer.bias for layer in layers]) + shift.view(self.num_layers, self.gate)
         head = decoder.head.masked_weight().detach().double()
-        if isinstance(decoder, ModernDecoder):
+        if decoder.direct is not None and decoder.norm is not None:
             self._pack_layers(layers)
             head = head * decoder.norm.gain.detach().double()
             maps, shift = _normed(attention.norm, decoder.direct.weight.detach().double()[:, : self.width])

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spn.layers import GatedPixelCNNLayer, IntensityEmbedding, ParameterAttention, ResidualBlock, run_layer
-from spn.model import META_UNITS, ModernDecoder, PaperDecoder, SliceEmbedder, shift_one_pixel
+from spn.model import META_UNITS, Decoder, SliceEmbedder
 from spn.ordering import target_slices
 
 LAYERS_A_GROUP = 5  # PixelCNN layers between two updates of the wide stream
@@ -92,35 +92,22 @@ def _sum_over_positions(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.bmm(rows.new_ones(parts, 1, rows.shape[1]), rows).to(dtype).sum((0, 1))
 
 
-class _AddShift(torch.autograd.Function):
-    """x + shift."""
+class _Shifted(torch.autograd.Function):
+    """x + shift, or x itself where others add the shift; the shift gets the gradient of the sum either way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shift: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shift: Tensor, added: bool) -> Tensor:
         ctx.shift_dtype = shift.dtype
-        return x + shift.to(x.dtype)
+        return x + shift.to(x.dtype) if added else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, _sum_over_positions(grad, ctx.shift_dtype)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, _sum_over_positions(grad, ctx.shift_dtype), None
 
 
 def add_shift(x: Tensor, shift: Tensor) -> Tensor:
     """x [..., R] + shift [R], in x's precision."""
-    return _AddShift.apply(x, shift)
-
-
-class _BiasInShift(torch.autograd.Function):
-    """x itself; the bias gets the gradient of x + bias."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-        ctx.bias_dtype = bias.dtype
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, _sum_over_positions(grad, ctx.bias_dtype)
+    return _Shifted.apply(x, shift, True)
 
 
 def bias_in_shift(x: Tensor, bias: Tensor) -> Tensor:
@@ -128,7 +115,7 @@ def bias_in_shift(x: Tensor, bias: Tensor) -> Tensor:
 
     Then the bias's gradient is that of x. The shift itself needs none, and no gradient is written beside the stream's.
     """
-    return _BiasInShift.apply(x, bias)
+    return _Shifted.apply(x, bias, False)
 
 
 # ---- PixelCNN -----------------------------------------------------------------------------------------------------
@@ -208,42 +195,27 @@ def conditioning(layers: Sequence[GatedPixelCNNLayer], attended: Tensor, context
     return cond, F.linear(cond, torch.cat([layer.cond.weight for layer in layers])).chunk(len(layers), dim=-1)
 
 
-class FastPaperDecoder(PaperDecoder):
-    """PixelCNN layers in groups."""
+class FastDecoder(Decoder):
+    """PixelCNN layers in groups; in recipe modern one by one, since norms stand between them."""
 
     layers_a_group = LAYERS_A_GROUP
 
     def forward(self, target: Tensor, context: Tensor | None) -> Tensor:
         pixels = self.intensity(target.permute(0, 2, 3, 1))  # [B, h, w, 24]
-        attended = self.attention(self.attention.project(shift_one_pixel(pixels)))
-        layers = list(self.layers)
-        _, conds = conditioning(layers, attended.unflatten(1, target.shape[2:]), context)
-        x, shift = pixels, cast("Tensor", None)  # the first layer starts both
-        for start in range(0, len(layers), self.layers_a_group):
-            group = slice(start, start + self.layers_a_group)
-            x, shift = run_layer(run_group, layers[group], x, shift, conds[group], recompute=self.recompute)
-        x = F.relu(add_shift(x, shift))
-        return self.head(x).unflatten(-1, (3, self.num_values)).permute(0, 3, 4, 1, 2)
-
-
-class FastModernDecoder(ModernDecoder):
-    """PixelCNN layers one by one, since norms stand between them."""
-
-    def forward(self, target: Tensor, context: Tensor | None) -> Tensor:
-        pixels = self.intensity(target.permute(0, 2, 3, 1))  # [B, h, w, 24]
-        before, local = shift_one_pixel(pixels), self.stem(pixels)
-        if self.surroundings is not None:
-            local = local + self.surroundings(context).flatten(1, 2)
-        attended = self.attention(self.attention.project(before) + local)
+        attended = self.attention(self.attention_input(pixels, context))
         layers = list(self.layers)
         cond, conds = conditioning(layers, attended.unflatten(1, target.shape[2:]), context)
         x, shift = pixels, cast("Tensor", None)  # the first layer starts both
-        for layer, own in zip(layers, conds, strict=True):
-            x, shift = run_layer(run_normed, layer, x, shift, own, recompute=self.recompute)
-            if layer.is_first:
-                x = add_product(x, cond, self.direct.weight)
-        x = self.norm(add_shift(x, shift))
-        return self.head(x).unflatten(-1, (3, self.num_values)).permute(0, 3, 4, 1, 2)
+        if self.direct is None:
+            for start in range(0, len(layers), self.layers_a_group):
+                group = slice(start, start + self.layers_a_group)
+                x, shift = run_layer(run_group, layers[group], x, shift, conds[group], recompute=self.recompute)
+        else:
+            for layer, own in zip(layers, conds, strict=True):
+                x, shift = run_layer(run_normed, layer, x, shift, own, recompute=self.recompute)
+                if layer.is_first:
+                    x = add_product(x, cond, self.direct.weight)
+        return self.logits(add_shift(x, shift))
 
 
 # ---- embedder -----------------------------------------------------------------------------------------------------
@@ -366,8 +338,7 @@ class FastIntensityEmbedding(IntensityEmbedding):
 
 
 FAST_FORMS: dict[type[nn.Module], type[nn.Module]] = {
-    PaperDecoder: FastPaperDecoder,
-    ModernDecoder: FastModernDecoder,
+    Decoder: FastDecoder,
     SliceEmbedder: FastSliceEmbedder,
     ParameterAttention: FastParameterAttention,
     IntensityEmbedding: FastIntensityEmbedding,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
@@ -28,11 +30,8 @@ def target_of(model: SPN, image: Tensor, index: Tensor) -> Tensor:
 
 def incremental_logits(model: SPN, target: Tensor, context: Tensor | None) -> Tensor:
     """Logits [B, 3, V, h, w] of a given slice, the incremental way; equal to model.decoder(target, context)."""
-    logits = target.new_zeros((*target.shape[:2], model.config.num_values, *target.shape[2:]), dtype=torch.float64)
-
-    def record(step: Tensor, row: int, column: int, channel: int) -> None:
-        logits[:, channel, :, row, column] = step.to(logits.dtype)
-
+    seen: list[Tensor] = []
+    coder = SimpleNamespace(code=lambda logits, known: (seen.append(logits.double()), known)[1])
     unused = torch.zeros(target.shape, dtype=torch.float64, device=target.device)
-    decode_slice(prepare(model), context, Draws(unused, known=target.long()), on_logits=record)
-    return logits
+    decode_slice(prepare(model), context, Draws(unused, known=target.long(), coder=coder))
+    return torch.stack(seen).unflatten(0, (*target.shape[2:], 3)).permute(3, 2, 4, 0, 1)  # of [h, w, 3, B, V]

@@ -64,7 +64,7 @@ def test_fast_forms_equal_the_plain_network(stage, recipe, recompute, tiny_confi
     if recompute:
         recompute_activations(model)
     assert speed_up(model) is model
-    assert type(model.decoder).__name__ == ("FastModernDecoder" if recipe == "modern" else "FastPaperDecoder")
+    assert type(model.decoder).__name__ == "FastDecoder"
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert list(model.state_dict()) == list(before)
     fast = logits_and_gradients(model, seed=1)

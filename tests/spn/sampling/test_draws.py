@@ -13,7 +13,6 @@ from torch import Tensor
 
 from spn.decoding.incremental import Draws, decode_slice, pick, prepare
 from spn.sampling import sample_slice_slowly, uniforms
-from tests.spn.whole_images import logits_of
 
 NUM = 20_011
 EVENLY = (torch.arange(NUM, dtype=torch.float64) + 0.5) / NUM
@@ -118,16 +117,3 @@ def test_known_rows_are_kept_and_what_follows_is_the_slow_decoders(known_rows, t
     assert torch.equal(fast[:, :, :known_rows], known)
     free = decode_slice(prepare(model), None, Draws(uniform, temperature=0.9, top_p=top_p))
     assert torch.equal(fast, free) == (known_rows == 0), "what is known changes what follows"
-
-
-def test_the_observer_sees_the_logits_that_each_value_was_chosen_from(tiny_spn):
-    model = tiny_spn("baseline", seed=4, image_size=3, scaling_factor=1, num_bits=2)
-    draws, seen = Draws(uniforms(2, stage="baseline", images=range(2), image_size=3)), {}
-    drawn = decode_slice(
-        prepare(model), None, draws, on_logits=lambda logits, *place: seen.update({place: logits.clone()})
-    )
-    assert len(seen) == 3 * 3 * 3
-    with torch.no_grad():
-        full = logits_of(model, drawn, torch.zeros(2, dtype=torch.long))  # [B, 3, V, h, w]
-    for (row, column, channel), logits in seen.items():
-        torch.testing.assert_close(logits, full[:, channel, :, row, column], rtol=0, atol=1e-9)

@@ -13,24 +13,20 @@ import torch
 from spn.checkpoint import check_start, load_weights, save_checkpoint
 from spn.config import TrainConfig
 from spn.model import SPN, nll_nats, recompute_activations
-from spn.training import TrainState
+from spn.training import Batch, TrainState
 from tests.spn.whole_images import logits_of, target_of
 
 
-def loss_and_gradients(model: SPN, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    config, generator = model.config, torch.Generator().manual_seed(seed)
-    shape = (3, 3, config.image_size, config.image_size)
-    image = torch.randint(config.num_values, shape, generator=generator)
-    given = torch.randint(2**config.num_given_bits, shape, generator=generator) if config.num_given_bits else None
-    index = torch.randint(config.num_slices, (3,), generator=generator)
-    torch.manual_seed(seed)  # of dropout
-    loss = nll_nats(logits_of(model, image, index, given), target_of(model, image, index)).sum()
+def loss_and_gradients(model: SPN, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    torch.manual_seed(4)  # of dropout
+    logits = logits_of(model, batch.image, batch.index, batch.given)
+    loss = nll_nats(logits, target_of(model, batch.image, batch.index)).sum()
     return loss, list(torch.autograd.grad(loss, list(model.parameters())))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("stage", ["size_upscale", "depth_upscale"])
-def test_recomputed_activations_give_the_same_gradients(stage, dropout, tiny_config):
+def test_recomputed_activations_give_the_same_gradients(stage, dropout, tiny_config, make_batch):
     """Bit for bit, dropout included; and less is kept for the backward pass."""
     part = {"dropout": dropout}
     config = tiny_config(stage, image_size=8, scaling_factor=2, decoder=part, embedder=part)
@@ -48,7 +44,7 @@ def test_recomputed_activations_give_the_same_gradients(stage, dropout, tiny_con
             recompute_activations(model)
         kept.append(0)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            found.append(loss_and_gradients(model, seed=4))
+            found.append(loss_and_gradients(model, make_batch(model, 4, 3)))
     assert torch.equal(found[0][0], found[1][0])
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
     assert kept[1] < kept[0]
