@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import importlib
 import io
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,11 +32,11 @@ from PIL import Image
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks.race import train_chain, variants
+from benchmarks.machine import report
+from benchmarks.race import score, train_chain, variants
 from pipelines.compression import Header, pack, unpack
 from spn.config import PRECISIONS
 from spn.decoding import coding
-from spn.evaluation import bits_per_dim, chain_nats
 from spn.model import SPN
 from spn.sampling import sample_chain
 
@@ -77,16 +76,13 @@ def main() -> None:
     for batch in arguments.batch:
         images = test[: min(arguments.images, arguments.rounds * batch)]
         result = {**what, **measure(models, images, batch=batch, precision=arguments.precision)}
-        print(json.dumps(result), flush=True)
-        if arguments.out:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-            stem = f"{name}-{arguments.variant}-{seconds:g}s-b{batch}"
-            (arguments.out / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
+        report(result, arguments.out, f"{name}-{arguments.variant}-{seconds:g}s-b{batch}")
 
 
 def measure(models: Mapping[str, SPN], images: np.ndarray, *, batch: int, precision: str) -> dict[str, Any]:
     """Codes images [N, H, W, 3] (uint8, 8 bits) into one file and decodes it. Raises ValueError if that fails."""
     device = next(next(iter(models.values())).parameters()).device
+    own = precision if device.type == "cuda" else "float32"  # a CPU knows no other
     numerics = coding.numerics(device.type, precision=precision)
     pixels = torch.from_numpy(images.copy()).permute(0, 3, 1, 2)
     options: dict[str, Any] = dict(precision=precision, decoders={})
@@ -126,21 +122,11 @@ def measure(models: Mapping[str, SPN], images: np.ndarray, *, batch: int, precis
         "num_images": len(images),
         "bits_per_dim_on_disk": 8 * len(data) / images.size,
         "bits_per_dim_header": 8 * (len(data) - sum(map(len, streams))) / images.size,
-        "bits_per_dim_likelihood": likelihood(models, images, precision=precision),
+        "bits_per_dim_likelihood": float(score(models, images, precision=own)["total"].mean()),
         "images_per_sec_encode": len(images) / encode_sec,
         "images_per_sec_decode": len(images) / decode_sec,
         "decode_time_over_sampling": decode_sec / sample_sec,
     }
-
-
-@torch.no_grad()
-def likelihood(models: Mapping[str, SPN], images: np.ndarray, *, precision: str) -> float:
-    """Bits/dim that the whole networks give the images, 250 at once; on a CPU always in float32."""
-    device, nats = next(next(iter(models.values())).parameters()).device, 0.0
-    for part in torch.from_numpy(images.copy()).permute(0, 3, 1, 2).split(250):
-        with torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda" and precision == "bfloat16"):
-            nats += sum(float(own.sum()) for own in chain_nats(models, part.long().to(device)).values())
-    return bits_per_dim(nats, num_images=len(images), image_size=images.shape[1])
 
 
 def _timed(call: Callable[[Any], Any], argument: Any) -> tuple[Any, float]:

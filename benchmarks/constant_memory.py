@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmarks.machine import report
 from benchmarks.train import measure
 from pipelines.config import ExperimentConfig, stage_model_config
 from pipelines.loading import load
@@ -45,12 +45,8 @@ def main() -> None:
     result: dict[str, Any] = {"config": arguments.config, "rows": []}
     for row in planned(arguments.batch, arguments.few):
         result["rows"].append({**row, **measured(row, arguments)})
-        print(json.dumps(result["rows"][-1]), flush=True)
         result["growth"] = growth(result["rows"])
-        if arguments.out:  # after every row: what was measured stays, whatever happens to the next
-            arguments.out.mkdir(parents=True, exist_ok=True)
-            (arguments.out / f"{arguments.config}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result["growth"]), flush=True)
+        report(result, arguments.out, arguments.config)  # after every row: what was measured stays
 
 
 def planned(batch: int, few: int) -> list[dict[str, Any]]:

@@ -123,7 +123,7 @@ def measure_build(arguments: argparse.Namespace, place: Path) -> dict:
     sets = {"few": (8 * arguments.cores, 4), "all": (arguments.images, arguments.rows_per_shard)}
     names = {name: copy_photos(arguments.raw, place / name, number) for name, (number, _) in sets.items()}
     runs: dict[str, list[dict]] = {"ray": [], "pool": [], "pool_cached": []}
-    with ray_session(arguments.cores), process_pool(arguments.cores) as pool:
+    with ray_session(arguments.cores), multiprocessing.get_context("spawn").Pool(arguments.cores) as pool:
 
         def ray_job(name: str) -> None:
             config = data_config(place / name, arguments, rows_per_shard=sets[name][1])
@@ -239,7 +239,11 @@ def plain_shard(paths: list[str]) -> None:
 
 def plain_shard_cached(paths: list[str]) -> list[Path]:
     """Leaves it to the kernel when the files reach the disk."""
-    squares = _plain(paths)
+    squares = {resolution: np.empty((len(paths), resolution, resolution, 3), np.uint8) for resolution in RESOLUTIONS}
+    for i, path in enumerate(paths):
+        square = images.center_crop(images.decode(Path(path).read_bytes(), profile="tf").pixels)
+        for resolution, array in images.resize_squares(square, RESOLUTIONS, profile="tf").items():
+            squares[resolution][i] = array
     names = [Path(path).name for path in paths]
     folder = Path(paths[0]).parents[1] / "plain"
     folder.mkdir(exist_ok=True)
@@ -252,15 +256,6 @@ def plain_shard_cached(paths: list[str]) -> list[Path]:
             options = dict(compression="zstd", compression_level=1, use_dictionary=False, row_group_size=rows)
             pq.write_table(table, written[-1], write_statistics=["key"], **options)
     return written
-
-
-def _plain(paths: list[str]) -> dict[int, np.ndarray]:
-    squares = {resolution: np.empty((len(paths), resolution, resolution, 3), np.uint8) for resolution in RESOLUTIONS}
-    for i, path in enumerate(paths):
-        square = images.center_crop(images.decode(Path(path).read_bytes(), profile="tf").pixels)
-        for resolution, array in images.resize_squares(square, RESOLUTIONS, profile="tf").items():
-            squares[resolution][i] = array
-    return squares
 
 
 # ---- tools ---------------------------------------------------------------------------------------------------------
@@ -330,12 +325,6 @@ def ray_session(cores: int) -> Iterator[None]:
     ray.init(address="local", num_cpus=cores, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
-
-
-@contextlib.contextmanager
-def process_pool(cores: int) -> Iterator:
-    with multiprocessing.get_context("spawn").Pool(cores) as pool:
-        yield pool
 
 
 def family() -> list[psutil.Process]:

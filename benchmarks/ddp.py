@@ -29,6 +29,7 @@ from PIL import Image
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmarks.machine import report
 from pipelines.config import stage_model_config
 from pipelines.loading import load
 from pipelines.nodes.memory import halved
@@ -78,14 +79,12 @@ def main() -> None:
         eval_every_steps=arguments.curve_steps,
         checkpoint_every_steps=arguments.curve_steps,
     )
+    if any(batch % workers for workers in arguments.workers for batch in (preset.batch_size, arguments.curve_batch)):
+        parser.error(f"--workers must divide the batches, {preset.batch_size:,} and {arguments.curve_batch:,}")
     job = Job(stage_model_config(config, arguments.stage), train, preset.batch_size, arguments.speed_steps, config.seed)
     runs = {workers: run(job, workers) for workers in (1, *arguments.workers)}
     result = {"config": config.name, "stage": arguments.stage, **compare(runs)}
-    print(json.dumps(result), flush=True)
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        name = f"{config.name}-{arguments.stage}-{max(runs)}.json"
-        (arguments.out / name).write_text(json.dumps(result, indent=1) + "\n")
+    report(result, arguments.out, f"{config.name}-{arguments.stage}-{max(runs)}")
 
 
 def run(job: Job, num_workers: int) -> dict[str, Any]:

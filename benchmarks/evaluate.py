@@ -10,7 +10,6 @@ that of the same compiled networks on the same slices, with images on the GPU an
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmarks.machine import card, peak_gib, report, wait
 from pipelines.config import ExperimentConfig, NodeResources, ScoringConfig, stage_model_config, stage_names
 from pipelines.loading import load
 from pipelines.nodes.evaluate import ScoringJob, ScoringWorker
@@ -42,10 +42,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args()
     result = measure(load(arguments.config, arguments.overrides), chunks=arguments.chunks, device=arguments.device)
-    print(json.dumps(result), flush=True)
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / f"{result['config']}.json").write_text(json.dumps(result, indent=1) + "\n")
+    report(result, arguments.out, result["config"])
 
 
 def measure(config: ExperimentConfig, *, chunks: int, device: str) -> dict[str, Any]:
@@ -70,14 +67,13 @@ def measure(config: ExperimentConfig, *, chunks: int, device: str) -> dict[str, 
         forward = forward_seconds(worker, images) * chunks
     return {
         "config": config.name,
-        "card": torch.cuda.get_device_name() if device == "cuda" else device,
-        "torch": torch.__version__,
+        **card(device),
         "precision": scoring.precision if device == "cuda" else "float32",
         "batch": batch,
         "images_per_sec": chunks * batch / seconds,
         "forward_images_per_sec": chunks * batch / forward,
         "ratio_to_forward": forward / seconds,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
+        "peak_gib": peak_gib(device),
     }
 
 
@@ -94,18 +90,13 @@ def forward_seconds(worker: ScoringWorker, images: np.ndarray) -> float:
             work.append(
                 (worker.forwards[stage], cut[0], torch.full((len(image),), number, device=image.device), cut[1])
             )
-    _wait(worker.device)
+    wait(worker.device)
     began = time.perf_counter()
     with torch.autocast(worker.device, torch.bfloat16, enabled=worker.in_bfloat16):
         for forward, values, index, given in work:
             forward(values, index, given)
-    _wait(worker.device)
+    wait(worker.device)
     return time.perf_counter() - began
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

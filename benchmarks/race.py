@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -40,6 +39,7 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmarks.machine import card, peak_gib, report, wait
 from spn.bitdepth import stage_values
 from spn.config import DecoderConfig, EmbedderConfig, SPNConfig, TrainConfig
 from spn.evaluation import bits_per_dim, chain_nats
@@ -162,13 +162,12 @@ def main() -> None:
     result, scores = race(train, test, variant, seconds=arguments.seconds, seed=arguments.seed)
     result = {"variant": arguments.variant, "seed": arguments.seed, "data": f"{name} {size}x{size}", **result}
     result["scored_on"] = "held-out training images" if arguments.tune else "test"
-    print(json.dumps(result), flush=True)
-    if arguments.out and not arguments.tune:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        stem = f"{name}-{arguments.variant}-{arguments.seconds:g}s-{arguments.seed}"
-        (arguments.out / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
+    stem = f"{name}-{arguments.variant}-{arguments.seconds:g}s-{arguments.seed}"
+    out = None if arguments.tune else arguments.out
+    report(result, out, stem)
+    if out:
         keys = [str(number) for number in range(len(test))]
-        pq.write_table(pa.table({"key": keys, **scores}), arguments.out / f"{stem}.parquet")
+        pq.write_table(pa.table({"key": keys, **scores}), out / f"{stem}.parquet")
 
 
 def held_out(train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -197,14 +196,13 @@ def race(
         for stage, (_, record) in zip(models, trained, strict=True)
     }
     result = {
-        "card": torch.cuda.get_device_name() if device == "cuda" else device,
-        "torch": torch.__version__,
+        **card(device),
         "seconds": sum(record["seconds"] for _, record in trained),
         "parameters": sum(record["parameters"] for _, record in trained),
         "test_bits_per_dim_raw": float(raw["total"].mean()),
         **_mean(scores["total"]),
         "num_test_images": len(test),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
+        "peak_gib": peak_gib(device),
         "stages": stages,
     }
     return result, scores
@@ -254,12 +252,12 @@ def _train(
     model.load_state_dict(start)
     config = dataclasses.replace(config, num_steps=max(1, int(seconds / step_sec)))
     state = TrainState.create(model, config)
-    _wait(device)
+    wait(device)
     began, losses = time.perf_counter(), []
     while state.step < config.num_steps and time.perf_counter() - began < seconds:
         nats, _ = train_step(state, [batch()], config=config, forward=forward)
         losses.append(nats)
-    _wait(device)
+    wait(device)
     spent = time.perf_counter() - began
     state.check()
     last = torch.stack(losses[-100:])
@@ -276,27 +274,22 @@ def _train(
     }
 
 
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def _step_seconds(
     state: TrainState, config: TrainConfig, batch: Callable[[], Batch], forward: Callable[..., Any]
 ) -> float:
     """Compiles and warms up, then times steps; what was trained here is thrown away."""
     device = next(state.model.parameters()).device.type
     for timed in (5, 20, 40):
-        _wait(device)
+        wait(device)
         began = time.perf_counter()
         for _ in range(timed):
             train_step(state, [batch()], config=dataclasses.replace(config, num_steps=10**6), forward=forward)
-        _wait(device)
+        wait(device)
         seconds = (time.perf_counter() - began) / timed
     return seconds
 
 
-def score(models: Mapping[str, SPN], test: np.ndarray) -> dict[str, np.ndarray]:
+def score(models: Mapping[str, SPN], test: np.ndarray, *, precision: str = "bfloat16") -> dict[str, np.ndarray]:
     """{part, "total": float32 [N]}: exact bits/dim of each 8-bit image [N, H, W, 3] with the present weights."""
     device = next(next(iter(models.values())).parameters()).device
     for model in models.values():
@@ -304,7 +297,7 @@ def score(models: Mapping[str, SPN], test: np.ndarray) -> dict[str, np.ndarray]:
     batches = []
     for start in range(0, len(test), 250):
         image = torch.from_numpy(test[start : start + 250].copy()).to(device).permute(0, 3, 1, 2).long()
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
             batches.append({part: nats.cpu().numpy() for part, nats in chain_nats(models, image).items()})
     nats = {part: np.concatenate([batch[part] for batch in batches]) for part in models}
     nats["total"] = sum(nats.values())

@@ -21,7 +21,6 @@ and values of the pixels before, for each image (bandwidth: the card's data shee
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -32,6 +31,7 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmarks.machine import card, peak_gib, report, wait
 from pipelines.config import ExperimentConfig, stage_model_config, stage_names
 from pipelines.loading import load
 from spn.checkpoint import load_chain
@@ -67,10 +67,7 @@ def main() -> None:
             config = load(arguments.config, arguments.overrides)
             result = measure(config, batch=batch, precision=precision, slices=arguments.slices, device=device)
             name = f"{config.name}-b{batch}-{precision}"
-        print(json.dumps(result), flush=True)
-        if arguments.out:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-            (arguments.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        report(result, arguments.out, name)
 
 
 def measure(config: ExperimentConfig, *, batch: int, precision: str, slices: int | None, device: str) -> dict[str, Any]:
@@ -89,8 +86,7 @@ def measure(config: ExperimentConfig, *, batch: int, precision: str, slices: int
     floor = None if None in floors else sum(floors)
     return {
         "config": config.name,
-        "card": torch.cuda.get_device_name() if on_gpu else device,
-        "torch": torch.__version__,
+        **card(device),
         "precision": precision,
         "batch": batch,
         "sec_a_batch": seconds,
@@ -102,7 +98,7 @@ def measure(config: ExperimentConfig, *, batch: int, precision: str, slices: int
         "floor_sec": floor,
         "ratio_to_floor": floor and seconds / floor,
         "setup_sec": setup,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        "peak_gib": peak_gib(device),
         "stages": stages,
     }
 
@@ -125,12 +121,12 @@ def measure_chain(models: dict[str, SPN], *, batch: int, precision: str, decoder
         sample_stage(
             model, torch.rand(shape, dtype=torch.float64, device=device), given=given, slices=slices, **options
         )
-        _wait(device)
+        wait(device)
         setup += time.perf_counter() - began
         decode = list(decoders.values())[-1]  # of this stage
         before, began = getattr(decode, "num_passes", None), time.perf_counter()
         drawn = sample_chain({stage: model}, seed=0, images=range(batch), **known, **options)[stage]
-        _wait(device)
+        wait(device)
         stages[stage] = {"sec": time.perf_counter() - began}
         if before is not None:
             num_slices = rows_to_sample([config], num_known_slices=int("slices" in known)) / config.slice_size
@@ -138,8 +134,7 @@ def measure_chain(models: dict[str, SPN], *, batch: int, precision: str, decoder
         known = {"slices": drawn[:, None]} if stage == "first_slice" else {"image": drawn}
     seconds = sum(stage["sec"] for stage in stages.values())
     return {
-        "card": torch.cuda.get_device_name() if device == "cuda" else device,
-        "torch": torch.__version__,
+        **card(device),
         "precision": precision,
         "decoder": decoder,
         "batch": batch,
@@ -165,12 +160,12 @@ def measure_stage(network: SPNConfig, *, batch: int, precision: str, slices: int
     def draw(num_slices: int) -> float:
         side = network.slice_size
         known = torch.randint(network.num_values, (batch, number - num_slices, 3, side, side), device=device)
-        _wait(device)
+        wait(device)
         began = time.perf_counter()
         kept = None if network.stage == "first_slice" else known
         options = dict(precision=precision, decoder="fused" if on_gpu else "plain", decoders=decoders)
         sample_stage(model, uniform, given=given, slices=kept, **options)
-        _wait(device)
+        wait(device)
         return time.perf_counter() - began
 
     first = draw(1)  # prepares
@@ -199,11 +194,6 @@ def floor_seconds(network: SPNConfig, batch: int, precision: str, card: str) -> 
     width = 2 if precision == "bfloat16" else 4
     slices = 1 if network.stage == "first_slice" else network.num_slices
     return slices * positions * width * (weights + batch * cached) / bandwidth
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmarks.machine import card, peak_gib, report, wait
 from pipelines.config import stage_model_config
 from pipelines.loading import load
 from spn.config import SPNConfig, TrainConfig
@@ -52,11 +52,7 @@ def main() -> None:
         compiled=not arguments.no_compile,
     )
     result = {"config": config.name, "stage": arguments.stage, **result}
-    print(json.dumps(result), flush=True)
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        name = f"{config.name}-{arguments.stage}-b{arguments.batch}.json"
-        (arguments.out / name).write_text(json.dumps(result, indent=1) + "\n")
+    report(result, arguments.out, f"{config.name}-{arguments.stage}-b{arguments.batch}")
 
 
 def measure(
@@ -71,14 +67,12 @@ def measure(
 ) -> dict[str, Any]:
     """Times whole optimiser steps; raises torch.OutOfMemoryError where the batch does not fit."""
     torch.manual_seed(0)
-    gpu = device == "cuda"
-    if gpu:
+    if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     model = SPN(model_config).to(device)
     state = TrainState.create(model, train_config)
     forward = speed_up(model, compiled=compiled, mode=train_config.compile_mode)
     size = model_config.image_size
-    wait = torch.cuda.synchronize if gpu else lambda: None
 
     def draw(num_values: int):
         return torch.randint(0, num_values, (batch, 3, size, size), device=device)
@@ -92,19 +86,17 @@ def measure(
     started = time.perf_counter()
     for _ in range(3):
         train_step(state, [data] * 2, config=train_config, forward=forward)
-    wait()
+    wait(device)
     warm = time.perf_counter() - started
     started = time.perf_counter()
     for _ in range(steps):
         train_step(state, [data] * accumulate, config=train_config, forward=forward)
-    wait()
+    wait(device)
     seconds = (time.perf_counter() - started) / steps / accumulate
     dense, useful = training_flops(model_config)
-    card = torch.cuda.get_device_name() if gpu else device
-    peak = peak_flops(card)
+    peak = peak_flops(card(device)["card"])
     return {
-        "card": card,
-        "torch": torch.__version__,
+        **card(device),
         "compile_mode": train_config.compile_mode if compiled else None,
         "batch": batch,
         "images_per_sec": batch / seconds,
@@ -112,7 +104,7 @@ def measure(
         "micro_step_sec": seconds,
         "mfu": peak and batch * dense / seconds / peak,
         "mfu_useful": peak and batch * useful / seconds / peak,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
+        "peak_gib": peak_gib(device),
         "tflop_per_slice": dense / 1e12,
         "compile_and_warm_up_sec": warm,
     }
