@@ -16,11 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep import sources
-from data_prep.config import DataConfig
 from data_prep.images import UnusableImage
 from data_prep.sources import UnusableSource, base, celebahq
-
-IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+from tests.data_prep.made import config, image_column
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +29,7 @@ def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_images(path: pathlib.Path, values: list[bytes], **columns: pa.Array) -> None:
-    image = pa.array([{"bytes": value, "path": None} for value in values], IMAGE)
-    pq.write_table(pa.table({"image": image, **columns}), path, compression="zstd")
+    pq.write_table(pa.table({"image": image_column(values), **columns}), path, compression="zstd")
 
 
 def large_value(path: pathlib.Path) -> None:
@@ -102,10 +99,8 @@ SOURCES = {"a.parquet": "hf_parquet", "val_data.npz": "imagenet_box", "a.tar": "
 def test_a_bomb_is_refused_by_name(make: Callable, message: str, tmp_path: pathlib.Path) -> None:
     make(tmp_path)
     (file,) = tmp_path.iterdir()
-    options = dict(image_size=8, resolutions=[8], bits=[8], source=SOURCES.get(file.name, "celebahq"))
-    config = DataConfig(dataset="pictures", root=str(tmp_path), **options)
     with pytest.raises(UnusableSource, match=message):
-        found = sources.find(config)
+        found = sources.find(config(tmp_path, image_size=8, resolutions=[8], source=SOURCES.get(file.name, "celebahq")))
         with sources.Reader(found.name, found.root) as reader:
             for item in found.items:
                 reader.read(item)
@@ -119,8 +114,7 @@ def test_a_file_that_is_too_large_for_an_image_goes_to_quarantine(kind: str, tmp
     else:
         (tmp_path / "a.jpg").write_bytes(data)
     source = "folder" if kind == "file" else "hf_parquet"
-    config = DataConfig(dataset="pictures", image_size=8, resolutions=[8], bits=[8], root=str(tmp_path), source=source)
-    (item,) = sources.find(config).items
+    (item,) = sources.find(config(tmp_path, source=source)).items
     with sources.Reader(source, str(tmp_path)) as reader:
         with pytest.raises(UnusableImage, match="too_large: it has 60000 bytes; 50000 are allowed"):
             reader.read(item)

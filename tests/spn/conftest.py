@@ -7,6 +7,7 @@ seed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -101,32 +102,12 @@ def embedder_reads_target(model: SPN) -> None:
     model.embedder.sources[index, slot] = index
 
 
-BREAKAGES = {
-    function.__name__: function
-    for function in (
-        mask_b_on_first_layer,
-        gate_halves_not_grouped,
-        down_not_masked,
-        up_not_masked,
-        head_not_masked,
-        left_reads_current_pixel,
-        vertical_reads_own_row,
-        attention_not_shifted,
-        attention_not_causal,
-        stem_reads_current_pixel,
-        norms_not_grouped,
-        embedder_reads_later_slice,
-        embedder_reads_target,
-    )
-}
-
-
 @pytest.fixture(scope="session")
 def break_mask() -> Callable[[str, SPN], SPN]:
     """break_mask(name, model) -> the same model with that mistake."""
 
     def apply(name: str, model: SPN) -> SPN:
-        BREAKAGES[name](model)
+        globals()[name](model)
         return model
 
     return apply
@@ -181,6 +162,37 @@ def stage_network(tiny_spn: Callable[..., SPN]) -> Callable[..., SPN]:
             num_given_bits=case.num_given_bits,
             **changes,
         )
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny_chain(tiny_spn: Callable[..., SPN]) -> Callable[..., dict[str, SPN]]:
+    """tiny_chain(3, 8, first="baseline", ...) -> {stage: re-randomised network} of these depths, at 4 x 4, S = 2.
+
+    first: "first_slice", None, or "baseline" in place of all slices.
+    """
+
+    def build(*bits: int, first: str | None = "first_slice", image_size: int = 4, **changes: Any) -> dict[str, SPN]:
+        stages = [
+            (name, 0, bits[0])
+            for name in (first, "size_upscale")
+            if name and (name, first) != ("size_upscale", "baseline")
+        ]
+        for given, total in itertools.pairwise(bits):
+            stages.append(("depth_upscale" if len(bits) == 2 else f"depth_upscale_{total}", given, total))
+        return {
+            name: tiny_spn(
+                name,
+                seed=seed,
+                image_size=image_size,
+                scaling_factor=1 if name == "baseline" else 2,
+                num_bits=total - given,
+                num_given_bits=given,
+                **changes,
+            )
+            for seed, (name, given, total) in enumerate(stages, 1)
+        }
 
     return build
 
@@ -252,8 +264,9 @@ def snapshot() -> Callable[[TrainState], dict[str, Tensor]]:
     def take(state: TrainState) -> dict[str, Tensor]:
         tensors = {f"weight/{name}": p for name, p in state.model.state_dict().items()}
         tensors |= {f"ema/{name}": p for name, p in state.polyak.shadow.items()}
-        for number, entry in state.optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer/{number}/{name}": value for name, value in entry.items()}
+        for each in getattr(state.optimizer, "optimizers", [state.optimizer]):
+            for number, entry in each.state_dict()["state"].items():
+                tensors |= {f"{type(each).__name__}/{number}/{name}": value for name, value in entry.items()}
         return {name: t.detach().clone() for name, t in tensors.items()}
 
     return take

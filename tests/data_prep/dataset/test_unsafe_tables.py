@@ -20,7 +20,6 @@ import ray.data  # noqa: F401  registers the extension types
 from ray.data._internal.object_extensions.arrow import ArrowPythonObjectType
 
 from data_prep import sources
-from data_prep.config import DataConfig
 from data_prep.files import open_store
 from data_prep.parquet import (
     QUARANTINE,
@@ -37,9 +36,9 @@ from data_prep.sources import UnusableSource
 from data_prep.verify import verify
 from pipelines import cluster
 from pipelines.cli import main
+from tests.data_prep.made import IMAGE, config, image_column
 
 ROOT = pathlib.Path(__file__).parents[3]
-PLAIN = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
 class Mark:
@@ -82,7 +81,7 @@ def dictionary(mark: pathlib.Path, image: pa.Array) -> pa.Table:
     kind = {"ARROW:extension:name": "ray.data.arrow_pickled_object", "ARROW:extension:metadata": ""}
     column = pa.array([pickle.dumps(Mark(mark))] * 2).dictionary_encode()
     field = pa.field("label", column.type, metadata=kind)
-    return pa.table([image, column], pa.schema([pa.field("image", PLAIN), field]))
+    return pa.table([image, column], pa.schema([pa.field("image", IMAGE), field]))
 
 
 def tensor_metadata(mark: pathlib.Path, image: pa.Array) -> pa.Table:
@@ -90,23 +89,17 @@ def tensor_metadata(mark: pathlib.Path, image: pa.Array) -> pa.Table:
     kind = {"ARROW:extension:name": "ray.data.arrow_tensor_v2", "ARROW:extension:metadata": pickle.dumps(Mark(mark))}
     column = pa.array([[1], [2]], pa.large_list(pa.int64()))
     field = pa.field("unread", column.type, metadata=kind)
-    return pa.table([image, column], pa.schema([pa.field("image", PLAIN), field]))
+    return pa.table([image, column], pa.schema([pa.field("image", IMAGE), field]))
 
 
 CASES = (labels, image_bytes, nested_unread, dictionary, tensor_metadata)
 
 
 def write(path: pathlib.Path, make: Callable[..., pa.Table], mark: pathlib.Path, jpegs: list) -> None:
-    image = pa.array([{"bytes": data, "path": None} for _, data in jpegs[:2]], PLAIN)
+    image = image_column(data for _, data in jpegs[:2])
     path.parent.mkdir(exist_ok=True)
     pq.write_table(make(mark, image), path)
     assert b"ARROW:schema" in path.read_bytes()
-
-
-def config(root: pathlib.Path, **changes: object) -> DataConfig:
-    return DataConfig(
-        **{**dict(dataset="pictures", image_size=16, resolutions=[16], bits=[8], root=str(root)), **changes}
-    )
 
 
 def test_the_payload_would_run_without_the_check(mark: pathlib.Path, tmp_path: pathlib.Path, jpegs: list) -> None:

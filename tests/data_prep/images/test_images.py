@@ -22,6 +22,7 @@ from PIL import Image
 
 from data_prep import images, parquet
 from data_prep.resize import resize_area
+from tests.data_prep.made import encoded
 
 # What TensorFlow itself made of inputs that a formula gives. Sizes are chosen so that another order of the sums, or a
 # fused multiply-add, changes some value.
@@ -35,12 +36,6 @@ def formula_image(height: int, width: int) -> np.ndarray:
 
 def sha256(array: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
-
-
-def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 @pytest.mark.parametrize("case", TENSORFLOW_AREA["resized"], ids=lambda case: "{}x{}-{}x{}".format(*case))

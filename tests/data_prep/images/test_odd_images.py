@@ -23,6 +23,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from data_prep import images
+from tests.data_prep.made import encoded
 
 ROOT = pathlib.Path(__file__).parents[3]
 LIMIT_SEC = 20  # of one image; they take about a millisecond
@@ -35,12 +36,6 @@ REASONS = {"not_an_image", "unsupported_format", "decompression_bomb", "truncate
 def rgb_image() -> Image.Image:
     small = np.random.default_rng(0).integers(0, 256, (4, 6, 3)).astype(np.uint8)
     return Image.fromarray(small).resize((30, 22), Image.Resampling.BICUBIC)
-
-
-def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def chunk(name: bytes, data: bytes, *, checksum: int | None = None) -> bytes:

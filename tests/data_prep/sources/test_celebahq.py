@@ -5,6 +5,7 @@ pytest tests/data_prep/sources/test_celebahq.py
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import struct
 from collections.abc import Callable
@@ -14,14 +15,12 @@ import numpy as np
 import pytest
 
 from data_prep import images, plan, sources
-from data_prep.config import DataConfig
 from data_prep.sources import celebahq
 from data_prep.sources.base import HWC, Unplannable, UnusableSource
+from tests.data_prep import made
 
-
-def config(root: pathlib.Path, **changes: object) -> DataConfig:
-    good = dict(dataset="celebahq-part", image_size=32, resolutions=[32], bits=[8], split="glow")
-    return DataConfig(**{**good, "root": str(root), **changes})
+GLOW = dict(dataset="celebahq-part", image_size=32, resolutions=[32], split="glow")
+config = functools.partial(made.config, **GLOW)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ pytest tests/data_prep/sources/test_cifar10.py
 
 from __future__ import annotations
 
-import io
+import functools
 import pathlib
 import pickle
 from collections.abc import Callable
@@ -14,16 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
 from data_prep import sources
-from data_prep.config import DataConfig
 from data_prep.sources.base import UnusableSource
+from tests.data_prep import made
 
-
-def config(root: pathlib.Path, **changes: object) -> DataConfig:
-    good = dict(dataset="cifar10-part", image_size=32, resolutions=[32], bits=[3, 8])
-    return DataConfig(**{**good, "root": str(root), **changes})
+config = functools.partial(made.config, dataset="cifar10-part", image_size=32, resolutions=[32], bits=[3, 8])
 
 
 @pytest.fixture
@@ -34,12 +30,6 @@ def originals() -> dict[str, tuple[np.ndarray, np.ndarray]]:
         split: (rng.integers(0, 256, (n, 32, 32, 3)).astype(np.uint8), rng.integers(0, 10, n).astype(np.uint8))
         for split, n in (("train", 40), ("test", 20))
     }
-
-
-def png(square: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(square).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def write(root: pathlib.Path, originals: dict, layout: str) -> None:
@@ -56,11 +46,10 @@ def write(root: pathlib.Path, originals: dict, layout: str) -> None:
             for i, (square, label) in enumerate(zip(pixels, labels, strict=True)):
                 path = root / split / f"class_{label}" / f"{i:04d}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(png(square))
+                path.write_bytes(made.encoded(square))
         else:
-            rows = [{"bytes": png(square), "path": None} for square in pixels]
-            kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-            table = pa.table({"img": pa.array(rows, kind), "label": pa.array(labels.tolist(), pa.int64())})
+            rows = made.image_column(map(made.encoded, pixels))
+            table = pa.table({"img": rows, "label": pa.array(labels.tolist(), pa.int64())})
             pq.write_table(table, root / f"{split}-00000-of-00001.parquet")
 
 

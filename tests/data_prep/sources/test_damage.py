@@ -24,15 +24,11 @@ from data_prep.config import DataConfig
 from data_prep.files import Store
 from data_prep.plan import make_plan
 from data_prep.sources.base import UnusableSource
+from tests.data_prep.made import config, image_column
 
 PARTITION, MAPPING = "list_eval_partition.txt", "CelebA-HQ-to-CelebA-mapping.txt"
 MAPPED = "idx orig_idx orig_file\n0 0 000001.jpg\n1 1 000002.jpg\n"
 NO_TEXT = b"\xff\xfe1\n2\n"
-
-
-def config(root: pathlib.Path, **changes: object) -> DataConfig:
-    good = dict(dataset="pictures", image_size=16, resolutions=[16], bits=[8])
-    return DataConfig(**{**good, "root": str(root), **changes})
 
 
 def photos(root: pathlib.Path, jpegs: list) -> DataConfig:
@@ -89,8 +85,7 @@ def test_a_bad_file_is_refused_by_its_name(
 
 
 def table(path: pathlib.Path, jpegs: list, labels: pa.Array) -> None:
-    rows = [{"bytes": data, "path": None} for _, data in jpegs[: len(labels)]]
-    column = pa.array(rows, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+    column = image_column(data for _, data in jpegs[: len(labels)])
     pq.write_table(pa.table({"image": column, "label": labels}), path, compression="snappy")
 
 

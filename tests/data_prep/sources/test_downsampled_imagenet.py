@@ -5,24 +5,22 @@ pytest tests/data_prep/sources/test_downsampled_imagenet.py
 
 from __future__ import annotations
 
-import io
 import pathlib
 import pickle
-import tarfile
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from data_prep import images, sources
 from data_prep.config import DataConfig
 from data_prep.sources.base import UnusableSource
+from tests.data_prep import made
 
 
 def config(root: pathlib.Path, dataset: str, **changes: object) -> DataConfig:
     good = dict(dataset=dataset, image_size=32, resolutions=[32], bits=[5, 8], num_valid_photos=2)
-    return DataConfig(**{**good, "root": str(root), **changes})
+    return made.config(root, **{**good, **changes})
 
 
 @pytest.fixture(scope="session")
@@ -32,32 +30,19 @@ def squares(jpegs: list) -> np.ndarray:
     return np.stack([images.resize_squares(square, [32], profile="tf")[32] for square in whole])
 
 
-def png(square: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(square).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 # ---- imagenet_oord -------------------------------------------------------------------------------------------------
 
 
 def write_oord(root: pathlib.Path, squares: np.ndarray, *, tars: bool) -> None:
     for folder, part in (("train_32x32", squares[:4]), ("valid_32x32", squares[4:])):
-        names = [(f"{folder}/{i:07d}.png", png(square)) for i, square in enumerate(part)]
+        names = [(f"{folder}/{i:07d}.png", made.encoded(square)) for i, square in enumerate(part)]
         if not tars:
             (root / folder).mkdir(parents=True)
             for name, data in names:
                 (root / name).write_bytes(data)
             continue
         root.mkdir(exist_ok=True)
-        with tarfile.open(root / f"{folder}.tar", "w") as tar:
-            top = tarfile.TarInfo(folder)
-            top.type = tarfile.DIRTYPE
-            tar.addfile(top)
-            for name, data in names:
-                info = tarfile.TarInfo(name)
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
+        (root / f"{folder}.tar").write_bytes(made.tar_of([(folder, None), *names]))
 
 
 def test_oord_tars_and_folders_are_the_same_pixels(tmp_path: pathlib.Path, squares: np.ndarray, rendered: Callable):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import io
+import functools
 import pathlib
 import tarfile
 from collections.abc import Callable
@@ -16,25 +16,15 @@ import numpy as np
 import pytest
 
 from data_prep import images, sources
-from data_prep.config import DataConfig
 from data_prep.sources.base import UnusableSource
+from tests.data_prep import made
+from tests.data_prep.made import tar_of
 
 VAL = [f"ILSVRC2012_val_{i:08d}.JPEG" for i in (1, 2, 3)]
 
 
-def config(root: pathlib.Path, **changes: object) -> DataConfig:
-    good = dict(dataset="imagenet_area-part", image_size=16, resolutions=[16, 8], bits=[3, 8], num_valid_photos=2)
-    return DataConfig(**{**good, "root": str(root), **changes})
-
-
-def tar_of(members: list[tuple[str, bytes]]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
+AREA = dict(dataset="imagenet_area-part", resolutions=[16, 8], bits=[3, 8], num_valid_photos=2)
+config = functools.partial(made.config, **AREA)
 
 
 def as_tars(root: pathlib.Path, jpegs: list[tuple[str, bytes]]) -> None:

@@ -6,11 +6,9 @@ pytest tests/data_prep/sources/test_object_store.py
 from __future__ import annotations
 
 import dataclasses
-import io
 import logging
 import pathlib
 import re
-import tarfile
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -23,6 +21,7 @@ from data_prep.config import DataConfig
 from data_prep.files import open_store
 from data_prep.sources import Reader
 from data_prep.sources.base import UnusableSource
+from tests.data_prep.made import image_column, tar_of
 
 
 @pytest.fixture(scope="module")
@@ -53,20 +52,10 @@ def write_sources(root: pathlib.Path, jpegs: list[tuple[str, bytes]]) -> dict[st
     for i, (_, data) in enumerate(jpegs):
         (root / "photos" / f"{i}.jpg").write_bytes(data)
     (root / "tars").mkdir()
-    with tarfile.open(root / "tars" / "ILSVRC2012_img_train.tar", "w") as outer:
-        for synset, data in jpegs:
-            buffer = io.BytesIO()
-            with tarfile.open(fileobj=buffer, mode="w") as tar:
-                info = tarfile.TarInfo(f"{synset}_1.JPEG")
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
-            info = tarfile.TarInfo(f"{synset}.tar")
-            info.size = len(buffer.getvalue())
-            outer.addfile(info, io.BytesIO(buffer.getvalue()))
+    inner = [(f"{synset}.tar", tar_of([(f"{synset}_1.JPEG", data)])) for synset, data in jpegs]
+    (root / "tars" / "ILSVRC2012_img_train.tar").write_bytes(tar_of(inner))
     (root / "parquet").mkdir()
-    rows = pa.array(
-        [{"bytes": data, "path": None} for _, data in jpegs], pa.struct({"bytes": "binary", "path": "string"})
-    )
+    rows = image_column(data for _, data in jpegs)
     pq.write_table(pa.table({"image": rows}), root / "parquet" / "train.parquet", row_group_size=4)
     pixels = np.stack(
         [images.resize_squares(images.decode(data, profile="tf").pixels, [32], profile="tf")[32] for _, data in jpegs]

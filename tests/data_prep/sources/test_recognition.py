@@ -6,7 +6,6 @@ pytest tests/data_prep/sources/test_recognition.py
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import pathlib
 import tarfile
@@ -18,37 +17,27 @@ import pytest
 from PIL import Image
 
 from data_prep import sources
-from data_prep.config import DataConfig
 from data_prep.plan import make_plan
 from data_prep.sources import Source, Unplannable
-
-
-def config(root: pathlib.Path, **changes: object) -> DataConfig:
-    good = dict(dataset="pictures", image_size=16, resolutions=[16], bits=[8])
-    return DataConfig(**{**good, "root": str(root), **changes})
+from tests.data_prep import made
+from tests.data_prep.made import config, encoded
 
 
 def write(root: pathlib.Path, *paths: str, side: int = 8) -> pathlib.Path:
-    buffer = io.BytesIO()
-    Image.new("RGB", (side, side)).save(buffer, "PNG")
+    image = encoded(Image.new("RGB", (side, side)))
     for path in paths:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_bytes(b"" if path.endswith((".txt", ".json")) else buffer.getvalue())
+        (root / path).write_bytes(b"" if path.endswith((".txt", ".json")) else image)
     return root
 
 
 def write_tar(path: pathlib.Path, *names: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name in names:
-            info = tarfile.TarInfo(name)
-            info.size = 1
-            tar.addfile(info, io.BytesIO(b"1"))
+    made.write(path, made.tar_of([(name, b"1") for name in names]))
 
 
 def write_table(path: pathlib.Path, *columns: str, num_rows: int = 2, kind: pa.DataType | None = None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    kind = kind or pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    kind = kind or made.IMAGE
     value = {"bytes": b"xxxxxxxx", "path": None} if pa.types.is_struct(kind) else b"xxxxxxxx"
     pq.write_table(pa.table({name: pa.array([value] * num_rows, kind) for name in columns}), path)
 

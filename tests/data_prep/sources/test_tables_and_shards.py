@@ -5,10 +5,8 @@ pytest tests/data_prep/sources/test_tables_and_shards.py
 
 from __future__ import annotations
 
-import io
 import json
 import pathlib
-import tarfile
 from collections.abc import Callable
 
 import numpy as np
@@ -17,18 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep import images, sources
-from data_prep.config import DataConfig
 from data_prep.sources.base import UnusableSource
-
-
-def config(root: pathlib.Path, **changes: object) -> DataConfig:
-    good = dict(dataset="pictures", image_size=16, resolutions=[16], bits=[8])
-    return DataConfig(**{**good, "root": str(root), **changes})
+from tests.data_prep.made import IMAGE, config, image_column, tar_of, write
 
 
 def write_parquet(path: pathlib.Path, rows: list[dict], *, labels: list[int] | None = None, rows_per_group: int = 2):
     path.parent.mkdir(parents=True, exist_ok=True)
-    columns = {"image": pa.array(rows, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))}
+    columns = {"image": pa.array(rows, IMAGE)}
     if labels is not None:
         columns["label"] = pa.array(labels, pa.int64())
     pq.write_table(pa.table(columns), path, row_group_size=rows_per_group)
@@ -101,15 +94,6 @@ def test_shards_read_few_blocks(tmp_path: pathlib.Path):
 # ---- webdataset ----------------------------------------------------------------------------------------------------
 
 
-def write_shard(path: pathlib.Path, members: list[tuple[str, bytes]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-
-
 @pytest.mark.parametrize("kind", ["cls", "json", "none"])
 def test_samples_are_found_with_their_labels(tmp_path: pathlib.Path, jpegs: list, rendered: Callable, kind: str):
     for split, part in (("train", jpegs[:4]), ("val", jpegs[4:])):
@@ -122,7 +106,7 @@ def test_samples_are_found_with_their_labels(tmp_path: pathlib.Path, jpegs: list
                 members.append((f"./{i:06d}.json", json.dumps({"label": 10 + i, "width": 3}).encode()))
             else:
                 members.append((f"./{i:06d}.txt", b"a caption"))
-        write_shard(tmp_path / "raw" / f"imagenet-{split}-000000.tar", members)
+        write(tmp_path / "raw" / f"imagenet-{split}-000000.tar", tar_of(members))
     assert sources.find(config(tmp_path / "raw")).name == "webdataset"
     found = rendered(config(tmp_path / "raw", dataset="imagenet_area-part", num_valid_photos=1))
     assert {split: len(part) for split, part in found.items()} == {"train": 3, "valid": 1, "test": 2}
@@ -136,7 +120,7 @@ def test_samples_are_found_with_their_labels(tmp_path: pathlib.Path, jpegs: list
 def test_labels_of_any_kind_stop_nothing(tmp_path: pathlib.Path):
     bad = (b"[" * 200_000, b"\xff", b"9" * 5_000, b'{"label": {}}', b'{"label": 1.5}', b"99999999999")
     members = [m for i, data in enumerate(bad) for m in ((f"{i}.jpg", b"x"), (f"{i}.json", data))]
-    write_shard(tmp_path / "wds" / "t.tar", [*members, ("a.jpg", b"x"), ("a.cls", b"cat"), ("b.jpg", b"x")])
+    write(tmp_path / "wds" / "t.tar", tar_of([*members, ("a.jpg", b"x"), ("a.cls", b"cat"), ("b.jpg", b"x")]))
     found = sources.find(config(tmp_path / "wds"))
     assert [item.label for item in found.items] == [None] * (len(bad) + 2) and not found.rejected
     assert found.skipped == {"label_not_a_number": len(bad) + 1}
@@ -148,7 +132,7 @@ def test_labels_of_any_kind_stop_nothing(tmp_path: pathlib.Path):
         ("bool", [True, False]),
         ("null", [None, None]),
     ):
-        rows = pa.array([{"bytes": b"x", "path": None}] * 2, pa.struct({"bytes": pa.binary(), "path": pa.string()}))
+        rows = image_column([b"x"] * 2)
         (tmp_path / name).mkdir()
         pq.write_table(pa.table({"image": rows, "label": labels}), tmp_path / name / "train.parquet")
         found = sources.find(config(tmp_path / name))
@@ -162,7 +146,7 @@ def test_a_damaged_first_shard_is_named_and_its_set_not_taken_for_a_folder(
 ):
     for number in range(2):
         members = [(f"{i}{suffix}", jpegs[i][1]) for i in range(2) for suffix in (".jpg", ".txt")]
-        write_shard(tmp_path / f"train-{number}.tar", members)
+        write(tmp_path / f"train-{number}.tar", tar_of(members))
     first = tmp_path / "train-0.tar"
     first.write_bytes({"cut": first.read_bytes()[:1000], "noise": b"\x17" * 700, "empty": b""}[damage])
     (tmp_path / "preview.jpg").write_bytes(jpegs[0][1])

@@ -16,18 +16,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from toy.context import context
 
 from data_prep.files import open_store
 from data_prep.parquet import Manifest, ShardWriter, schema
 from pipelines import cli
 from pipelines.config import NodeResources, ScoringConfig
-from pipelines.dag.node import NodeContext, NodeOutput
+from pipelines.dag.node import NodeOutput
 from pipelines.dag.progress import Reporter
 from pipelines.nodes import evaluate
 from pipelines.nodes.evaluate import ScoringJob, ScoringWorker, score
 from pipelines.nodes.histogram import Histogram, count_values
 from pipelines.nodes.trained import load_stages
-from pipelines.tracking import RunHandle
 from spn.checkpoint import save_checkpoint
 from spn.evaluation import bits_per_dim, chain_nats
 
@@ -115,17 +115,8 @@ def test_results(networks, dataset, exact, tmp_path: Path, monkeypatch: pytest.M
         model.load_state_dict({name: 1.1 * value for name, value in model.state_dict().items()})
     loaded = {True: models, False: raw}
     monkeypatch.setattr(evaluate, "load_stages", lambda *_, averaged=True, device: loaded[averaged])
-    context = NodeContext(
-        node="evaluate",
-        fingerprint="f",
-        attempt="a",
-        config=config(),
-        inputs={**networks, "prepare_data": dataset},
-        out=str(tmp_path / "out"),
-        run=RunHandle(),
-        progress=Reporter("evaluate"),
-    )
-    metrics = evaluate.run(context).metrics
+    made = context("evaluate", config(), tmp_path / "out", {**networks, "prepare_data": dataset})
+    metrics = evaluate.run(made).metrics
     results = json.loads((tmp_path / "out/results.json").read_text())
     for stage, expected in exact.items():
         part, bits = results["stages"][stage], 3

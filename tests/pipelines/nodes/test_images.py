@@ -17,6 +17,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import torch
+import toy.context
 from PIL import Image
 
 from data_prep import sources
@@ -27,12 +28,10 @@ from data_prep.plan import make_plan
 from pipelines import cli
 from pipelines.config import ExperimentConfig, NodeResources, UserImages
 from pipelines.dag.node import NodeContext, NodeOutput
-from pipelines.dag.progress import Reporter
 from pipelines.loading import load
 from pipelines.nodes import images, sample
 from pipelines.nodes.trained import load_stages
 from pipelines.pipeline import nodes
-from pipelines.tracking import RunHandle
 from spn.checkpoint import save_checkpoint
 from spn.evaluation import chain_nats
 from spn.ordering import image_to_slices
@@ -392,16 +391,7 @@ def context(inputs: dict[str, NodeOutput], out: Path, user: UserImages, *setting
     """Of the node as the pipeline makes it from the config debug."""
     settings = ("images=given", "sample.num_draws=2", "sample.batch_size=3", "sample.seed=1", *settings)
     node = nodes(load("debug", settings), images=user, listed=False)[-1]
-    return NodeContext(
-        node=node.name,
-        fingerprint="f",
-        attempt="a",
-        config=node.config,
-        inputs=inputs,
-        out=str(out),
-        run=RunHandle(),
-        progress=Reporter(node.name),
-    )
+    return toy.context.context(node.name, node.config, out, inputs)
 
 
 def draws_of(folder: Path) -> dict[str, np.ndarray]:

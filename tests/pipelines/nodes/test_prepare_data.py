@@ -13,15 +13,14 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from toy.context import context
 
 from data_prep.config import DataConfig
 from data_prep.files import UserError, open_store
 from pipelines.config import PrepareDataNodeConfig
 from pipelines.dag.node import NodeContext
-from pipelines.dag.progress import Reporter
 from pipelines.dag.task import Task, execute
 from pipelines.nodes import prepare_data
-from pipelines.tracking import RunHandle
 
 GOOD = DataConfig(dataset="pictures", image_size=8, resolutions=[8], bits=[8], max_quarantine_fraction=0.0)
 
@@ -74,16 +73,8 @@ CASES: dict[str, tuple[Callable[[Path], None], dict, str]] = {
 
 def context_of(folder: Path, **changes: object) -> NodeContext:
     """Of a build of the photos in folder/raw."""
-    return NodeContext(
-        node="prepare_data",
-        fingerprint="f",
-        attempt="1",
-        config=PrepareDataNodeConfig(data=dataclasses.replace(GOOD, root=str(folder / "raw"), **changes), num_cpus=1.0),
-        inputs={},
-        out=str(folder / "out"),
-        run=RunHandle(),
-        progress=Reporter("prepare_data"),
-    )
+    data = dataclasses.replace(GOOD, root=str(folder / "raw"), **changes)
+    return context("prepare_data", PrepareDataNodeConfig(data=data, num_cpus=1.0), folder / "out")
 
 
 @pytest.mark.parametrize(("make", "changes", "message"), CASES.values(), ids=CASES)
@@ -93,11 +84,11 @@ def test_an_unusable_source_is_reported_in_one_line(
     """None of these needs Ray: they are found before the first task."""
     (tmp_path / "raw").mkdir()
     make(tmp_path / "raw")
-    context = context_of(tmp_path, **changes)
+    made = context_of(tmp_path, **changes)
     with pytest.raises(UserError) as mistake:
-        prepare_data.run(context)
+        prepare_data.run(made)
     assert str(mistake.value).startswith(message) and "\n" not in str(mistake.value)
-    task = Task(open_store(tmp_path), "pipelines.nodes.prepare_data:run", context, {}, {}, "unknown")
+    task = Task(open_store(tmp_path), "pipelines.nodes.prepare_data:run", made, {}, {}, "unknown")
     outcome = execute(task)
     assert outcome.is_user_error and outcome.error == str(mistake.value) and not outcome.is_fault
 

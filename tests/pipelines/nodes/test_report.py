@@ -8,13 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from toy.context import context
 
-from pipelines.dag.node import NodeContext, NodeOutput
-from pipelines.dag.progress import Reporter
+from pipelines.dag.node import NodeOutput
 from pipelines.loading import PRESETS, load
 from pipelines.nodes.report import _rerun_section
 from pipelines.pipeline import nodes
-from pipelines.tracking import RunHandle
 
 
 @pytest.mark.parametrize(("name", "shown"), [("debug", "debug"), ("my_photos", "FILE.yaml")])
@@ -23,8 +22,7 @@ def test_commands_name_a_preset_or_leave_room_for_the_users_file(tmp_path: Path,
     file.write_text(f"name: {name}\n" + (PRESETS / "debug.yaml").read_text())
     report = nodes(load(str(file)), listed=False)[-1]
     inputs = {node: NodeOutput(str(tmp_path), {}, "a") for node in report.needs}
-    where = {"inputs": inputs, "out": str(tmp_path), "run": RunHandle(), "progress": Reporter("report")}
-    context = NodeContext("report", "f", "a", report.config, **where)
-    section = _rerun_section(context, report.config.stages)
+    made = context("report", report.config, tmp_path, inputs)
+    section = _rerun_section(made, report.config.stages)
     assert section.count(f"full_multidim.py --config {shown}") == 3
     assert "key=value settings of this launch" in section

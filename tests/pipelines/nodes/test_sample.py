@@ -21,17 +21,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from toy.context import context
 
 from data_prep.files import UserError, open_store
 from data_prep.parquet import pixels
 from pipelines.config import DrawingConfig, NodeResources
-from pipelines.dag.node import NodeContext, NodeOutput, Picture
+from pipelines.dag.node import NodeOutput, Picture
 from pipelines.dag.progress import Reporter, Update
 from pipelines.nodes import sample
 from pipelines.nodes.sample import Chunk, DrawingWorker, Job, chunks_of, draw, read_chunks
 from pipelines.nodes.trained import load_stage_configs, load_stages
 from pipelines.nodes.workers import gang_name
-from pipelines.tracking import RunHandle
 from spn.sampling import rows_to_sample, sample_chain
 
 STAGES = ("first_slice", "size_upscale", "depth_upscale")
@@ -216,17 +216,9 @@ def test_a_worker_keeps_decoders_of_one_chunk_size(job) -> None:
 
 
 def test_how_images_were_drawn_is_recorded(networks, tmp_path: Path, ray_in_this_process: list[Any]) -> None:
-    context = NodeContext(
-        node="sample",
-        fingerprint="f",
-        attempt="a",
-        config=config(precision="bfloat16"),
-        inputs={name: dataclasses.replace(made, mlflow_run_id=name) for name, made in networks.items()},
-        out=str(tmp_path),
-        run=RunHandle(),
-        progress=Reporter("sample"),
-    )
-    result = sample.run(context)
+    inputs = {name: dataclasses.replace(made, mlflow_run_id=name) for name, made in networks.items()}
+    made = context("sample", config(precision="bfloat16"), tmp_path, inputs)
+    result = sample.run(made)
     assert result.metrics == {"images/sampled": 12, "images/batch_size": 2}
     assert result.pictures[:3] == [
         Picture("samples/chain.png", "samples/chain"),

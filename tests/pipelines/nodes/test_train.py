@@ -24,17 +24,16 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.distributed as dist
+from toy.context import context
 
 from data_prep import ray_compat
 from data_prep.files import Store, UserError, open_store
 from pipelines import pipeline
 from pipelines.config import NodeResources, TrainNodeConfig
-from pipelines.dag.node import NodeContext, NodeOutput
-from pipelines.dag.progress import Reporter
+from pipelines.dag.node import NodeOutput
 from pipelines.loading import load
 from pipelines.nodes import train, trained
 from pipelines.nodes.memory import halved, largest_that_fits
-from pipelines.tracking import RunHandle
 from spn.checkpoint import save_checkpoint
 from spn.config import SPNConfig, TrainConfig
 from spn.evaluation import bits_per_dim, image_nats
@@ -254,8 +253,8 @@ class Trained(Exception):
 def work(size_upscale: SPNConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """work(fit, recorded, **more of the node's config): what one worker does, with `fit` for the training."""
     place = dict.fromkeys(("get_world_rank", "get_local_rank", "get_node_rank"), lambda: 0)
-    context = SimpleNamespace(**place, get_world_size=lambda: 1)
-    monkeypatch.setattr(train.ray.train, "get_context", lambda: context)
+    where = SimpleNamespace(**place, get_world_size=lambda: 1)
+    monkeypatch.setattr(train.ray.train, "get_context", lambda: where)
     monkeypatch.setattr(train.ray.train, "get_checkpoint", lambda: None)
     monkeypatch.setattr(train.ray.train, "get_dataset_shard", lambda _: Shard(0, 1, 0))
     monkeypatch.setattr(train, "get_device", lambda: CPU)
@@ -263,16 +262,7 @@ def work(size_upscale: SPNConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def run(fit: Callable[..., None], recorded: int | None = None, **more: Any) -> None:
         monkeypatch.setattr(train, "fit", fit)
-        attempt = NodeContext(
-            node="train_size_upscale",
-            fingerprint="f",
-            attempt="a",
-            config=dataclasses.replace(config, **more),
-            inputs={},
-            out=str(tmp_path),
-            run=RunHandle(),
-            progress=Reporter("train_size_upscale"),
-        )
+        attempt = context("train_size_upscale", dataclasses.replace(config, **more), tmp_path)
         train.train_worker(attempt, recorded)
 
     return run

@@ -108,21 +108,11 @@ def test_the_kernels_shares_tile_the_range(tiny_config):
 # ---- whole chains --------------------------------------------------------------------------------------------------
 
 
-def chain(system: str, recipe: str, tiny_spn) -> dict[str, SPN]:
+def chain(system: str, recipe: str, tiny_chain) -> dict[str, SPN]:
     """Float32 networks of 8 bits at 8 x 8, on the GPU."""
-
-    def network(stage: str, seed: int, **bits: int) -> SPN:
-        parts = dict(decoder={"recipe": recipe}, embedder={"recipe": recipe})
-        factor = 1 if stage == "baseline" else 2
-        return tiny_spn(stage, seed=seed, image_size=8, scaling_factor=factor, **parts, **bits).float().cuda()
-
-    if system == "baseline":
-        return {"baseline": network("baseline", 0, num_bits=8)}
-    return {
-        "first_slice": network("first_slice", 1, num_bits=3),
-        "size_upscale": network("size_upscale", 2, num_bits=3),
-        "depth_upscale": network("depth_upscale", 3, num_bits=5, num_given_bits=3),
-    }
+    parts = dict(image_size=8, decoder={"recipe": recipe}, embedder={"recipe": recipe})
+    models = tiny_chain(8, first="baseline", **parts) if system == "baseline" else tiny_chain(3, 8, **parts)
+    return {stage: model.float().cuda() for stage, model in models.items()}
 
 
 def images_for(models: dict[str, SPN], random_values) -> Tensor:
@@ -136,8 +126,8 @@ def images_for(models: dict[str, SPN], random_values) -> Tensor:
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("system", ["baseline", "all three"])
-def test_images_come_back_at_the_size_of_their_likelihood(system, recipe, precision, tiny_spn, random_values):
-    models = chain(system, recipe, tiny_spn)
+def test_images_come_back_at_the_size_of_their_likelihood(system, recipe, precision, tiny_chain, random_values):
+    models = chain(system, recipe, tiny_chain)
     images = images_for(models, random_values)
     streams = list(encode(models, images, batch=BATCH, precision=precision, decoders={}))
     found = decode(models, streams, batch=BATCH, precision=precision, decoders={})  # others, recorded anew
@@ -151,9 +141,9 @@ def test_images_come_back_at_the_size_of_their_likelihood(system, recipe, precis
 
 @whole_networks
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_shares_are_nearly_the_plain_decoders(recipe, tiny_spn, random_values, monkeypatch):
+def test_shares_are_nearly_the_plain_decoders(recipe, tiny_chain, random_values, monkeypatch):
     """In float32, of every value: relative to the share, and to the precision of shares."""
-    models = chain("all three", recipe, tiny_spn)
+    models = chain("all three", recipe, tiny_chain)
     images, found = random_values(2, 8, BATCH, 3, 8, 8).to(DEVICE), []
     for decoder in ("fused", "plain"):
         monkeypatch.setattr(coding, "DECODER", decoder)
@@ -164,9 +154,9 @@ def test_shares_are_nearly_the_plain_decoders(recipe, tiny_spn, random_values, m
 
 
 @whole_networks
-def test_damage_stays_in_its_image(tiny_spn, random_values):
+def test_damage_stays_in_its_image(tiny_chain, random_values):
     """A flipped bit, a missing end, a longer one, no stream, one of ones: known to be wrong; no other image is."""
-    models = chain("baseline", "paper", tiny_spn)
+    models = chain("baseline", "paper", tiny_chain)
     images, kept = random_values(3, 8, 7, 3, 8, 8).to(DEVICE), {}
     streams = list(encode(models, images, batch=7, decoders=kept))
     streams[1] = bytes([streams[1][0] ^ 1]) + streams[1][1:]

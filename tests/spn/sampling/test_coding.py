@@ -18,33 +18,20 @@ from spn.sampling import sample_chain
 
 SYSTEMS = {
     "baseline": ("baseline", 8),
-    "spn": ("size_upscale", 8),
-    "size": ("first_slice size_upscale", 8),
-    "depth": ("size_upscale depth_upscale", 3, 8),
-    "all three": ("first_slice size_upscale depth_upscale_3 depth_upscale_8", 1, 3, 8),
-    "few bits": ("first_slice size_upscale", 3),
+    "spn": (None, 8),
+    "size": ("first_slice", 8),
+    "depth": (None, 3, 8),
+    "all three": ("first_slice", 1, 3, 8),
+    "few bits": ("first_slice", 3),
 }
 
 
 @pytest.fixture(scope="module")
-def chain(tiny_spn):
+def chain(tiny_chain):
     def build(system: str, *, recipe: str = "paper") -> dict[str, SPN]:
-        names, *bits = SYSTEMS[system]
-        models, step = {}, 0
-        for seed, name in enumerate(names.split()):
-            step += name.startswith("depth")
-            given = bits[step - 1] if name.startswith("depth") else 0
-            models[name] = tiny_spn(
-                name,
-                seed=seed,
-                image_size=4,
-                scaling_factor=1 if name == "baseline" else 2,
-                num_bits=bits[step] - given,
-                num_given_bits=given,
-                decoder={"recipe": recipe},
-                embedder={"recipe": recipe},
-            ).float()
-        return models
+        first, *bits = SYSTEMS[system]
+        models = tiny_chain(*bits, first=first, decoder={"recipe": recipe}, embedder={"recipe": recipe})
+        return {stage: model.float() for stage, model in models.items()}
 
     return build
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -115,29 +114,13 @@ def test_a_very_low_temperature_takes_the_most_likely_value(stage_network):
 # ---- seeds ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def chain(tiny_spn) -> Callable[..., dict[str, SPN]]:
-    """The full chain at 4 x 4, S = 2: bits [1, 3, 8] or any others, one depth stage for each further entry."""
-
-    def build_chain(*bits: int, first_slice: bool = True) -> dict[str, SPN]:
-        common = dict(image_size=4, scaling_factor=2)
-        models = {"first_slice": tiny_spn("first_slice", seed=1, num_bits=bits[0], **common)} if first_slice else {}
-        models["size_upscale"] = tiny_spn("size_upscale", seed=2, num_bits=bits[0], **common)
-        for given, total in itertools.pairwise(bits):
-            name = "depth_upscale" if len(bits) == 2 else f"depth_upscale_{total}"
-            models[name] = tiny_spn(name, seed=3 + total, num_bits=total - given, num_given_bits=given, **common)
-        return models
-
-    return build_chain
-
-
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-def test_same_seed_same_images_in_a_batch_or_alone(chain):
+def test_same_seed_same_images_in_a_batch_or_alone(tiny_chain):
     """An image follows from (seed, its index) alone: batch, order and neighbours do not matter."""
-    models = chain(3, 8)
+    models = tiny_chain(3, 8)
     whole = sample_chain(models, seed=4, images=range(5))
     assert same(whole, sample_chain(models, seed=4, images=range(5)))
     for number in (0, 3):
@@ -147,8 +130,19 @@ def test_same_seed_same_images_in_a_batch_or_alone(chain):
     assert same(turned, {stage: values[[4, 2, 0]] for stage, values in whole.items()})
 
 
-def test_sampling_neither_reads_nor_moves_the_global_random_state(chain):
-    models = chain(1, 3)
+def test_decoders_that_are_kept_hold_the_weights_of_their_first_use(tiny_spn):
+    model, kept = tiny_spn("baseline", seed=1, image_size=4, scaling_factor=1, num_bits=4), {}
+    uniform = uniforms(0, stage="baseline", images=range(6), image_size=4)
+    first = sample_stage(model, uniform, decoders=kept)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.neg_()
+    assert torch.equal(sample_stage(model, uniform, decoders=kept), first)
+    assert not torch.equal(sample_stage(model, uniform), first)
+
+
+def test_sampling_neither_reads_nor_moves_the_global_random_state(tiny_chain):
+    models = tiny_chain(1, 3)
     torch.manual_seed(1)
     one, state = sample_chain(models, seed=0, images=[7]), torch.get_rng_state()
     torch.manual_seed(1)
@@ -175,9 +169,9 @@ def test_no_two_of_many_images_share_their_draws():
 
 
 @pytest.mark.parametrize("bits", [(3, 8), (1, 3, 8), (1, 2, 4, 7), (5,)])
-def test_chain_keeps_what_it_is_given(bits, chain):
+def test_chain_keeps_what_it_is_given(bits, tiny_chain):
     """Shapes and ranges of each stage; the first slice and the high bits pass through bit for bit."""
-    models = chain(*bits)
+    models = tiny_chain(*bits)
     known = sample_chain(models, seed=6, images=range(4))
     assert list(known) == list(models)
     assert known["first_slice"].shape == (4, 3, 2, 2)
@@ -193,8 +187,8 @@ def test_chain_keeps_what_it_is_given(bits, chain):
         assert len(low.unique()) > 1
 
 
-def test_chain_without_first_slice_and_plain_baseline(chain, stage_network):
-    models = chain(3, first_slice=False)
+def test_chain_without_first_slice_and_plain_baseline(tiny_chain, stage_network):
+    models = tiny_chain(3, first=None)
     drawn = sample_chain(models, seed=1, images=range(8))["size_upscale"]
     assert drawn.shape == (8, 3, 4, 4) and len(drawn.unique()) == 8
     assert len(image_to_slices(drawn, 2)[:, 0].unique()) > 1  # slice (0, 0) is drawn, not left at zero
@@ -202,9 +196,9 @@ def test_chain_without_first_slice_and_plain_baseline(chain, stage_network):
     assert sample_chain(baseline, seed=1, images=range(2))["baseline"].shape == (2, 3, 4, 4)
 
 
-def test_chain_applies_the_temperature_and_top_p_of_each_stage(chain):
+def test_chain_applies_the_temperature_and_top_p_of_each_stage(tiny_chain):
     """A temperature or top_p names its stage: others keep their draws as long as they see the same input."""
-    models = chain(3, 8)
+    models = tiny_chain(3, 8)
     plain = sample_chain(models, seed=3, images=range(4))
     cold = sample_chain(models, seed=3, images=range(4), temperature={"depth_upscale": 0.05})
     assert torch.equal(plain["size_upscale"], cold["size_upscale"])
@@ -219,9 +213,9 @@ def test_chain_applies_the_temperature_and_top_p_of_each_stage(chain):
 
 
 @pytest.mark.parametrize("num_known", [1, 2, 3])
-def test_first_slices_are_kept_and_the_rest_is_drawn_as_if_they_had_been(num_known, chain):
+def test_first_slices_are_kept_and_the_rest_is_drawn_as_if_they_had_been(num_known, tiny_chain):
     """Slices that a chain drew itself, given back: the same image. Others: kept bit for bit, and they matter."""
-    models = {stage: model for stage, model in chain(3, 8).items() if stage != "first_slice"}
+    models = {stage: model for stage, model in tiny_chain(3, 8).items() if stage != "first_slice"}
     whole = sample_chain(models, seed=5, images=range(4))
     slices = image_to_slices(whole["size_upscale"], 2)[:, :num_known]
     assert same(sample_chain(models, seed=5, images=range(4), slices=slices), whole)
@@ -246,8 +240,8 @@ def test_first_rows_are_kept_and_the_rest_is_drawn_as_if_they_had_been(stage_net
     assert torch.equal(reduce_depth(other["depth_upscale"], from_bits=8, to_bits=3), other["baseline"])
 
 
-def test_high_bits_are_kept_from_any_depth_of_the_chain(chain):
-    models = chain(1, 3, 8)
+def test_high_bits_are_kept_from_any_depth_of_the_chain(tiny_chain):
+    models = tiny_chain(1, 3, 8)
     whole = sample_chain(models, seed=5, images=["a", "b"])
     later = {"depth_upscale_8": models["depth_upscale_8"]}
     again = sample_chain(later, seed=5, images=["a", "b"], image=whole["depth_upscale_3"])
@@ -269,16 +263,16 @@ def test_frequencies_given_a_first_slice_are_the_exact_conditional(tiny_spn):
 
 @pytest.mark.parametrize("bits", [(3,), (3, 8), (1, 2, 4)])
 @pytest.mark.parametrize("first_slice", [True, False])
-def test_progress_counts_rows(bits, first_slice, chain):
-    models, calls = chain(*bits, first_slice=first_slice), []
+def test_progress_counts_rows(bits, first_slice, tiny_chain):
+    models, calls = tiny_chain(*bits, first="first_slice" if first_slice else None), []
     sample_chain(models, seed=0, images=[0], on_row=lambda: calls.append(1))
     assert len(calls) == rows_to_sample([model.config for model in models.values()])
     # 2 rows in each of 4 slices, a stage; the first slice is drawn once, by either stage.
     assert len(calls) == 8 * len(bits)
 
 
-def test_progress_counts_no_row_of_a_known_slice(chain):
-    models, calls = chain(3, 8, first_slice=False), []
+def test_progress_counts_no_row_of_a_known_slice(tiny_chain):
+    models, calls = tiny_chain(3, 8, first=None), []
     slices = torch.zeros((1, 3, 3, 2, 2), dtype=torch.long)
     sample_chain(models, seed=0, images=[0], slices=slices, on_row=lambda: calls.append(1))
     assert len(calls) == rows_to_sample([model.config for model in models.values()], num_known_slices=3) == 2 + 8
@@ -354,8 +348,8 @@ def test_frequencies_of_a_chain_of_depths(tiny_spn):
     assert_frequencies(number_of(drawn, 3).bincount(minlength=512), log_p.exp())
 
 
-def test_images_embedded_a_few_at_once_are_the_same(chain, monkeypatch):
-    models = chain(1, 3)
+def test_images_embedded_a_few_at_once_are_the_same(tiny_chain, monkeypatch):
+    models = tiny_chain(1, 3)
     whole = sample_chain(models, seed=4, images=range(5))
     sizes = []
     embedder = models["depth_upscale"].embedder

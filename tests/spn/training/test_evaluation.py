@@ -16,22 +16,6 @@ from spn.model import SPN
 from tests.spn.whole_images import logits_of
 
 
-def make_chain(tiny_spn, bits: tuple[int, ...], *, first: str | None, image_size: int = 4, scaling_factor: int = 2):
-    """{stage: network} in the order of generation. first: "first_slice", "baseline" instead of any slices, or None."""
-    common = dict(image_size=image_size, scaling_factor=scaling_factor)
-    models = {}
-    if first == "baseline":
-        models["baseline"] = tiny_spn("baseline", seed=1, image_size=image_size, scaling_factor=1, num_bits=bits[0])
-    else:
-        if first:
-            models[first] = tiny_spn(first, seed=1, num_bits=bits[0], **common)
-        models["size_upscale"] = tiny_spn("size_upscale", seed=2, num_bits=bits[0], **common)
-    for given, total in zip(bits, bits[1:], strict=False):
-        name = "depth_upscale" if len(bits) == 2 else f"depth_upscale_{total}"
-        models[name] = tiny_spn(name, seed=2 + total, num_bits=total - given, num_given_bits=given, **common)
-    return models
-
-
 def make_uniform(model: SPN) -> None:
     nn.init.zeros_(model.decoder.head.weight)
     nn.init.zeros_(model.decoder.head.bias)
@@ -66,9 +50,9 @@ def chain_bits(models: dict[str, SPN], image: Tensor) -> dict[str, float]:
     ],
     ids=str,
 )
-def test_uniform_networks_score_their_bits(bits, first, expected, tiny_spn, random_values):
+def test_uniform_networks_score_their_bits(bits, first, expected, tiny_chain, random_values):
     """All slices count where no first_slice network answers for (0, 0); each depth stage scores its own bits."""
-    models = make_chain(tiny_spn, bits, first=first)
+    models = tiny_chain(*bits, first=first)
     for model in models.values():
         make_uniform(model)
     parts = chain_bits(models, random_values(1, 8, 2, 3, 4, 4))
@@ -80,9 +64,9 @@ def test_uniform_networks_score_their_bits(bits, first, expected, tiny_spn, rand
 
 
 @pytest.mark.parametrize("first", ["first_slice", None])
-def test_parts_are_those_of_their_own_slices_and_bits(first, tiny_spn, random_values):
+def test_parts_are_those_of_their_own_slices_and_bits(first, tiny_chain, random_values):
     """Each part by hand: the log-softmax of the network's forward at the values it answers for, and at no others."""
-    models = make_chain(tiny_spn, (3, 8), first=first)
+    models = tiny_chain(3, 8, first=first)
     image = random_values(2, 8, 3, 3, 4, 4)
     parts = chain_nats(models, image)
     for stage, model in models.items():
@@ -99,9 +83,9 @@ def test_parts_are_those_of_their_own_slices_and_bits(first, tiny_spn, random_va
         assert parts[stage].dtype == torch.float64
 
 
-def test_batch_size_does_not_matter_and_a_short_last_batch_counts(tiny_spn, random_values):
+def test_batch_size_does_not_matter_and_a_short_last_batch_counts(tiny_chain, random_values):
     """Seven images at once, one by one, and as 3 + 3 + 1: the same nats for each image, the same bits/dim."""
-    models = make_chain(tiny_spn, (3, 8), first="first_slice")
+    models = tiny_chain(3, 8)
     image = random_values(3, 8, 7, 3, 4, 4)
     whole = chain_nats(models, image)
     for size in (1, 3):

@@ -1,4 +1,4 @@
-"""Muon: orthogonal updates, matrices cut where several maps share a tensor, everything else to AdamW, and resuming.
+"""Muon: orthogonal updates, matrices cut where several maps share a tensor, everything else to AdamW.
 
 RMSProp's recurrence and AdamW's groups are in test_training_updates.py.
 
@@ -92,34 +92,6 @@ def test_every_parameter_is_in_one_optimizer_and_moves(recipe, tiny_config):
     assert unmoved == []
     rates = {round(group["lr"] / learning_rate(settings, 2), 6) for group in state.optimizer.param_groups}
     assert rates == {1.0, round(settings.adamw_learning_rate / 0.02, 6)}
-
-
-def test_resumed_muon_equals_the_unbroken_run(tiny_config):
-    settings = TrainConfig(num_steps=6, batch_size=4, optimizer="muon", learning_rate=0.02, schedule="linear")
-    config = tiny_config("baseline", image_size=4, scaling_factor=1)
-
-    def steps(state: TrainState, numbers: range) -> None:
-        for seed in numbers:
-            image = torch.randint(2, (4, 3, 4, 4), generator=torch.Generator().manual_seed(seed))
-            batch = Batch(image, torch.zeros(4, dtype=torch.long), None, ["x"] * 4)
-            train_step(state, [batch], config=settings, forward=state.model)
-
-    def fresh() -> TrainState:
-        torch.manual_seed(0)
-        return TrainState.create(SPN(config), settings)
-
-    whole, half = fresh(), fresh()
-    steps(whole, range(6))
-    steps(half, range(3))
-    resumed = fresh()
-    resumed.load(
-        weights={k: v.clone() for k, v in half.model.state_dict().items()},
-        ema={k: v.clone() for k, v in half.polyak.shadow.items()},
-        trainer=half.trainer_dict(),
-    )
-    steps(resumed, range(3, 6))
-    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_linear_schedule_holds_and_cools_down_to_zero():

@@ -167,6 +167,7 @@ def resume(folder: Path, model: SPN, config: TrainConfig, *, random_state: bool 
         ("first_slice", "adamw", 0.2),
         ("depth_upscale", "rmsprop", 0.2),
         ("depth_upscale", "adamw", 0.0),
+        ("depth_upscale", "muon", 0.0),
     ],
 )
 def test_resuming_equals_the_unbroken_run_bit_for_bit(
