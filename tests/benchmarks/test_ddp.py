@@ -64,3 +64,10 @@ def test_the_comparison(runs):
         },
     }
     assert ddp.compare(apart)["largest_difference_of_curves"][2] == pytest.approx(0.02, rel=1e-3)
+
+
+def test_workers_that_do_not_divide_the_batch_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["ddp.py", "--config", "debug", "--workers", "2", "3"])
+    with pytest.raises(SystemExit) as ended:
+        ddp.main()
+    assert ended.value.code == 2 and "--workers must divide the batches, 8 and 512" in capsys.readouterr().err
