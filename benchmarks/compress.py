@@ -122,7 +122,7 @@ def measure(models: Mapping[str, SPN], images: np.ndarray, *, batch: int, precis
         "num_images": len(images),
         "bits_per_dim_on_disk": 8 * len(data) / images.size,
         "bits_per_dim_header": 8 * (len(data) - sum(map(len, streams))) / images.size,
-        "bits_per_dim_likelihood": float(score(models, images, precision=own)["total"].mean()),
+        "bits_per_dim_likelihood": float(score(models, images, precision=own)["total"].mean(dtype=np.float64)),
         "images_per_sec_encode": len(images) / encode_sec,
         "images_per_sec_decode": len(images) / decode_sec,
         "decode_time_over_sampling": decode_sec / sample_sec,

@@ -33,7 +33,7 @@ from benchmarks.machine import report
 from pipelines.config import stage_model_config
 from pipelines.loading import load
 from pipelines.nodes.memory import halved
-from pipelines.nodes.train import make_forward, sum_over_workers
+from pipelines.nodes.train import make_forward, over_workers
 from spn.bitdepth import stage_values
 from spn.config import SPNConfig, TrainConfig
 from spn.evaluation import bits_per_dim, image_nats, scored_slices
@@ -79,8 +79,9 @@ def main() -> None:
         eval_every_steps=arguments.curve_steps,
         checkpoint_every_steps=arguments.curve_steps,
     )
-    if any(batch % workers for workers in arguments.workers for batch in (preset.batch_size, arguments.curve_batch)):
-        parser.error(f"--workers must divide the batches, {preset.batch_size:,} and {arguments.curve_batch:,}")
+    batches = preset.batch_size, arguments.curve_batch
+    if any(workers < 1 or batch % workers for workers in arguments.workers for batch in batches):
+        parser.error(f"--workers must divide the batches, {batches[0]:,} and {batches[1]:,}")
     job = Job(stage_model_config(config, arguments.stage), train, preset.batch_size, arguments.speed_steps, config.seed)
     runs = {workers: run(job, workers) for workers in (1, *arguments.workers)}
     result = {"config": config.name, "stage": arguments.stage, **compare(runs)}
@@ -181,7 +182,7 @@ def curve(job: Job, images: torch.Tensor, rank: int, num_workers: int) -> dict[s
         evaluate=evaluate,
         on_log=on_log,
         on_checkpoint=lambda state, metrics: None,
-        sum_over_workers=sum_over_workers,
+        sum_over_workers=over_workers,
     )
     return {
         "batch_size": config.batch_size,

@@ -1,4 +1,4 @@
-"""What every benchmark's result says of the machine, and how it is handed over."""
+"""What the benchmarks of networks say of the machine, and how a result is handed over."""
 
 from __future__ import annotations
 

@@ -182,9 +182,9 @@ def measure_stage(network: SPNConfig, *, batch: int, precision: str, slices: int
     }
 
 
-def floor_seconds(network: SPNConfig, batch: int, precision: str, card: str) -> float | None:
+def floor_seconds(network: SPNConfig, batch: int, precision: str, name: str) -> float | None:
     """Seconds in which memory delivers all that one stage has to read; None for a card that is not known."""
-    bandwidth = next((value for name, value in BANDWIDTH.items() if name in card), None)
+    bandwidth = next((value for card, value in BANDWIDTH.items() if card in name), None)
     if bandwidth is None:
         return None
     with torch.device("meta"):

@@ -101,7 +101,8 @@ def train_stream(
     shards = dataset.shards(resolution=resolution, bits=bits, split=split)
     groups = tuple((shard, i) for shard in shards for i in range(len(shard.row_group_rows)))
     stream = _Stream(uri, groups, seed)
-    assert start_row >= 0 < num_rows and num_rows % (rows_per_block or 1) == 0, (start_row, num_rows, rows_per_block)
+    assert start_row >= 0 and num_rows >= 1, (start_row, num_rows)
+    assert rows_per_block is None or (rows_per_block >= 1 and num_rows % rows_per_block == 0), rows_per_block
     bytes_per_row = resolution * resolution * 3
     task_rows = max(1, _TASK_BYTES // bytes_per_row)
     cuts = np.array(stream.cut(start_row, start_row + num_rows, task_rows=task_rows, multiple=rows_per_block or 1))

@@ -113,8 +113,8 @@ def export(config: ExperimentConfig, where: str) -> int:
     for stage in stages:
         trained = plan[train_node(stage)].success
         assert trained is not None, "evaluate has read it"
+        checkpoint = open_store(trained.output(store).place("checkpoint"))
         for name in pipeline.CHECKPOINT:
-            checkpoint = open_store(trained.output(store).place("checkpoint"))
             target.write_bytes(join(stage, name), checkpoint.read_bytes(name))
     results = json.loads(open_store(evaluated.output(store).place("results")).read_bytes(""))
     scores = {**results["stages"], "total": results["total"]}

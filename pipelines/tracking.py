@@ -1,7 +1,7 @@
 """MLflow, where people see what was run and compare it. The only file that imports mlflow.
 
-MLflow mirrors what storage holds, and it never holds up the work. Metrics go through MLflow's own asynchronous queue;
-every other call takes half a minute at most. A server that fails costs one warning, and nobody calls it for a minute.
+MLflow mirrors what storage holds, and it never holds up the work. A thread sends metrics, all that wait at once; every
+other call takes half a minute at most. A server that fails costs one warning, and nobody calls it for a minute.
 At the end of the node it gets the runs and metrics that it missed; pictures, texts and models are not sent again.
 
 The driver opens and ends runs through its `Ledger`; tasks and train workers get a picklable `RunHandle` and log through
@@ -57,7 +57,7 @@ _SETTINGS = {
 }
 PAUSE_SEC = 60.0  # for which a server that failed is not called
 LOCKED_SEC = 2.0  # longest wait for a SQLite file that another process has locked
-CLOSE_SEC = 20.0  # longest wait for the metrics in MLflow's queue when a run is closed
+CLOSE_SEC = 20.0  # longest wait for metrics that are on their way when a run is closed
 KILLED_SEC = 1.0  # longest wait of a launch that was stopped: Ray kills a stopped job 3 s after SIGTERM
 _PARAM_CHARS, _TAG_CHARS, _METRIC_BATCH = 500, 5000, 1000  # MLflow's limits
 _ARTIFACTS = "mlartifacts"  # folder of artifacts beside a SQLite file: MLflow's default is the working directory
@@ -240,6 +240,7 @@ class NodeRun(contextlib.AbstractContextManager["NodeRun"]):
     def __init__(self, handle: RunHandle) -> None:
         self.handle = handle
         self._later = ThreadPoolExecutor(1, "MLflow")  # makes calls that nobody waits for, in their order
+        self._points: deque[dict[str, float]] = deque()  # on their way
         self._monitor: Any = None
 
     def __exit__(self, *_: object) -> None:
@@ -247,8 +248,13 @@ class NodeRun(contextlib.AbstractContextManager["NodeRun"]):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0, *, time_ms: int | None = None) -> None:
         """time_ms: when they were measured, since 1970; None: now."""
-        points = [{**metrics, "step": step, "time_ms": time_ms or _now_ms()}]
-        self._later.submit(self.send, lambda client: _add(client, self.handle.run_id, points))
+        if self.handle.run_id:
+            self._points.append({**metrics, "step": step, "time_ms": time_ms or _now_ms()})
+            self._later.submit(self.send, self._add_points)
+
+    def _add_points(self, client: MlflowClient) -> None:
+        if points := [self._points.popleft() for _ in range(len(self._points))]:
+            _add(client, self.handle.run_id, points)
 
     def log_history(self, history: Iterable[Mapping[str, float]]) -> None:
         """Entries {"step": ..., "time_ms": ..., metric: value}; MLflow adds the points that the run does not have."""
@@ -296,11 +302,12 @@ class NodeRun(contextlib.AbstractContextManager["NodeRun"]):
             )
             self._monitor.start()
 
-        self._later.submit(self.send, start)
+        if self.handle.run_id:
+            self._later.submit(self.send, start)
 
     def close(self) -> None:
-        """Waits until the metrics are sent, CLOSE_SEC at most."""
-        if not _done_within(CLOSE_SEC, self._finish):
+        """Waits until the metrics are sent, CLOSE_SEC at most. (A process ends when the call at hand has.)"""
+        if self.handle.run_id and not _done_within(CLOSE_SEC, self._finish):
             _server(self.handle.uri).failed(f"no answer for {CLOSE_SEC:g} s", pause=True)
 
     def _finish(self) -> None:
@@ -493,7 +500,7 @@ def _done_within(seconds: float | None, work: Callable[[], None]) -> bool:
 def _add(client: MlflowClient, run_id: str | None, history: Iterable[Mapping[str, float]]) -> None:
     points = _metrics(history)
     for start in range(0, len(points), _METRIC_BATCH):
-        client.log_batch(run_id, metrics=points[start : start + _METRIC_BATCH])
+        client.log_batch(run_id, metrics=points[start : start + _METRIC_BATCH], synchronous=True)
 
 
 def _metrics(history: Iterable[Mapping[str, float]]) -> list[Any]:

@@ -205,6 +205,7 @@ class TransformerLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def queries_keys_values(self, x: Tensor, turns: None = None) -> Iterable[Tensor]:
+        """x [B, T, D] -> three times [B, heads, T, d]. turns: recipe modern has some, the paper none."""
         return self.attn.queries_keys_values(self.attn_norm(x))
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:

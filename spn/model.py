@@ -148,11 +148,12 @@ class Decoder(nn.Module):
 
     def attention_input(self, pixels: Tensor, context: Tensor | None) -> Tensor:
         """Embedded pixels [B, h, w, 24], s -> [B, h*w, D]."""
-        x = self.attention.project(shift_one_pixel(pixels))
-        if self.stem is not None:
-            local = self.stem(pixels)
-            x = x + (local if self.surroundings is None else local + self.surroundings(context).flatten(1, 2))
-        return x
+        if self.stem is None:
+            return self.attention.project(shift_one_pixel(pixels))
+        local = self.stem(pixels)
+        if self.surroundings is not None:
+            local = local + self.surroundings(context).flatten(1, 2)
+        return self.attention.project(shift_one_pixel(pixels)) + local
 
     def logits(self, x: Tensor) -> Tensor:
         """Stream [B, h, w, R] -> [B, 3, V, h, w]."""

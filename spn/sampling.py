@@ -117,9 +117,9 @@ def sample_stage(
     bits, for depth upscaling. slices [B, k, 3, h, w]: the first k slices in subscale order, kept as they are; rows
     [B, 3, k, w]: the first k rows of the first slice that is drawn, kept as they are. Both are prefixes of the order of
     generation, so what is drawn after them follows the model's exact conditional. precision, decoder: see
-    `slice_decoder`; decoders: a dictionary that a caller who draws batch after batch keeps, since a GPU's are recorded
-    at their first use; they hold the weights as they were then. coder: gives the values instead, or is given those of
-    whole slices (coding.py). `on_row` is called after each row of pixels of each slice. Raises ValueError for a
+    `slice_decoder`; decoders: a dictionary that a caller who draws batch after batch keeps while the weights stay as
+    they are, since a GPU's are recorded at their first use. coder: gives the values instead, or is given those of whole
+    slices (coding.py). `on_row` is called after each row of pixels of each slice. Raises ValueError for a
     temperature, top_p, precision or decoder out of range.
     """
     assert not model.training, "dropout would draw from another network than the one at hand"

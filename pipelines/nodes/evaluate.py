@@ -204,7 +204,7 @@ def score(job: ScoringJob, num_images: int, *, progress: Reporter) -> Scores:
             todo.append(rows)
         else:
             scores.add(rows, table)
-    num, name = min(resources.num_workers, -(-num_images // batch)), gang_name("score", job.out)
+    num, name = min(resources.num_workers, len(todo)), gang_name("score", job.out)
     with gang(ScoringWorker, job, num=num, resources=resources, name=name) as workers:
         for rows, table in each(workers, "score", todo):
             scores.add(rows, table)

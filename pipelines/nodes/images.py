@@ -292,9 +292,10 @@ def _files(where: str) -> Iterator[tuple[str, bytes]]:
 def _matching(pattern: str) -> tuple[Store, list[FileEntry]]:
     """The last folder without a wildcard, and the files that the parts after it match, part by part; a part that is
     itself a name there is no pattern."""
-    path, mark, options = pattern.partition("?") if "://" in pattern else (pattern, "", "")
-    parts = path.split("/")
-    first = next((n for n, part in enumerate(parts) if any(wild in part for wild in "*?[")), len(parts) - 1)
+    is_uri = "://" in pattern
+    path, mark, options = pattern.partition("?") if is_uri and not pattern.startswith("file:") else (pattern, "", "")
+    parts, wild = path.split("/"), "*[" if is_uri else "*?["  # "?" begins a URI's options
+    first = next((n for n, part in enumerate(parts) if any(mark in part for mark in wild)), len(parts) - 1)
     store = open_store(("/".join(parts[:first]) or ("/" if path.startswith("/") else ".")) + mark + options)
     folders, fits = [""], []
     for part in parts[first:]:

@@ -138,12 +138,20 @@ def draw(job: Job, images: Chunk, *, progress: Reporter) -> list[Chunk]:
     resources, pixels_each = job.config.resources, pixels_to_draw(job, configs)
     total = pixels_each * len(images.keys)
     share = -(-len(images.keys) // resources.num_workers)
-    num, name = min(resources.num_workers, len(images.keys)), gang_name("draw", job.out)
-    with gang(DrawingWorker, job, progress, total, num=num, resources=resources, name=name) as workers:
+    workers: list[Any] = []
+
+    def start_workers(most: int) -> None:
+        if not workers and most:
+            num, name = min(resources.num_workers, most), gang_name("draw", job.out)
+            started = gang(DrawingWorker, job, progress, total, num=num, resources=resources, name=name)
+            workers.extend(stack.enter_context(started))
+
+    with contextlib.ExitStack() as stack:
         size = recorded_size(store)
         if size is None and not resources.use_gpu:
             size = job.config.batch_size or min(share, ON_CPU)
         elif size is None:
+            start_workers(len(images.keys))
             size = min(ask(workers, "largest_batch", min(share, job.config.batch_size or MOST_ON_GPU, MOST_ON_GPU)))
             if size == 0:
                 raise UserError(f"not even one image of {', '.join(configs)} fits into a GPU's memory at once")
@@ -152,6 +160,7 @@ def draw(job: Job, images: Chunk, *, progress: Reporter) -> list[Chunk]:
         todo = [chunk for chunk in chunks if not _is_finished(store, configs, chunk, present)]
         left = sum(len(chunk.keys) for chunk in todo)
         progress.update(total - pixels_each * left, total, unit="pixels", note=f"{size:,} at once")
+        start_workers(len(todo))
         for chunk in each(workers, "draw", todo):
             _part(progress, chunk).update(pixels_each * len(chunk.keys), total, unit="pixels")
     return chunks

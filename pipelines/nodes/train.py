@@ -218,7 +218,7 @@ def train_worker(context: NodeContext[TrainNodeConfig], recorded: int | None) ->
             on_log=recorder.on_log,
             on_checkpoint=recorder.on_checkpoint,
             on_step=recorder.on_step,
-            sum_over_workers=sum_over_workers,
+            sum_over_workers=over_workers,
         )
 
 
@@ -312,7 +312,7 @@ def make_forward(model: nn.Module, config: TrainConfig) -> Callable[..., Tensor]
     return DistributedDataParallel(forward) if is_shared else forward
 
 
-def sum_over_workers(value: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+def over_workers(value: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """The sum, or another `op`, over all workers, on each of them. All must call it. `value` itself is left alone."""
     total = value.clone()
     if dist.is_initialized():
@@ -338,7 +338,10 @@ def recorded_micro_batch(store: Store, train: TrainConfig, *, num_workers: int) 
     """What the attempt found at its start; None if it has not yet, or if that suits no longer."""
     if not store.exists(MICRO_BATCH):
         return None
-    size, share = json.loads(store.read_bytes(MICRO_BATCH))["micro_batch_size"], train.batch_size // num_workers
+    try:
+        size, share = json.loads(store.read_bytes(MICRO_BATCH))["micro_batch_size"], train.batch_size // num_workers
+    except (ValueError, KeyError, TypeError):  # damaged
+        return None
     return size if share % size == 0 and size <= (train.micro_batch_size or share) else None
 
 
@@ -362,7 +365,7 @@ def find_micro_batch(
         sizes = sizes[max(0, sizes.index(plain) - 1) :] if plain else sizes[-1:]
     found = fits(forward.module if isinstance(forward, DistributedDataParallel) else forward)  # each worker by itself
     own = torch.tensor(found, device=next(model.parameters()).device)
-    agreed = int(sum_over_workers(own, dist.ReduceOp.MIN))
+    agreed = int(over_workers(own, dist.ReduceOp.MIN))
     if agreed != found:
         free_memory()
     if agreed == 0:
@@ -486,7 +489,7 @@ class ValidImages:
             image = to_image(self.pixels[start : start + EVAL_BATCH], self.device)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
                 nats += stage_nats(model, image, slices=slices, stored_bits=self.node.stored_bits).sum((0, 2))
-        nats = sum_over_workers(nats)
+        nats = over_workers(nats)
         in_chain = nats[:1] if is_first else nats[1:] if self.node.first_given else nats
         # A first_slice network is given no other slice, so that all are draws of one kind: their mean.
         found = {SCORE: in_chain.sum(), ALL_SLICES: nats.mean() if is_first else nats.sum()}

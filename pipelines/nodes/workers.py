@@ -19,8 +19,8 @@ def gang(worker: type, *arguments: Any, num: int, resources: NodeResources, name
     dies is replaced and its call made again, resources.max_failures times; then Ray's error is raised.
     name: of their placement group, which is removed first if a killed start left it behind in this Ray session.
     """
-    if resources.num_workers == 1:  # the node's own task has the CPUs and the GPU
-        yield [worker(*arguments)]
+    if not num or resources.num_workers == 1:  # the node's own task has the CPUs and the GPU
+        yield [worker(*arguments) for _ in range(num)]
         return
     import ray
 
@@ -64,6 +64,8 @@ def ask(workers: Sequence[Any], method: str, *arguments: Any) -> list[Any]:
 
 def each(workers: Sequence[Any], method: str, chunks: Sequence[Any]) -> Iterable[Any]:
     """What `method` returned for each chunk, as they are done, each on an idle one of a gang. Raises its errors."""
+    if not chunks:
+        return ()
     if not hasattr(getattr(workers[0], method), "remote"):
         return map(getattr(workers[0], method), chunks)
     from ray.util import ActorPool

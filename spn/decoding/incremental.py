@@ -10,7 +10,6 @@ B batch, h w slice, V values, L PixelCNN layers, C conv channels, R residual cha
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -132,8 +131,8 @@ def _masked(layer: MaskedLinear) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def prepare(model: SPN) -> DecoderWeights:
-    """Copies of the decoder's weights as decoding uses them."""
-    decoder, own = copy.deepcopy(model.decoder), model.config.decoder
+    """The decoder with its PixelCNN's weights as decoding uses them, in copies."""
+    decoder, own = model.decoder, model.config.decoder
     attn_width = own.num_attn_heads * own.attn_head_dim
     layers = []
     for layer in decoder.layers:

@@ -134,10 +134,8 @@ def test_other_workers_draw_only_what_is_missing_or_damaged(drawn, job, ray_sess
 
 
 def test_nothing_is_started_when_all_is_there(drawn, job, monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray
-
     folder, found = drawn
-    monkeypatch.setattr(ray, "wait", lambda *_, **__: pytest.fail("nothing is left to draw"))
+    monkeypatch.setattr(sample, "gang", lambda *_, **__: pytest.fail("nothing is left to draw"))
     draw(dataclasses.replace(job("unused", 2), out=str(folder)), TWELVE, progress=Reporter("sample"))
     assert content(folder) == found
 

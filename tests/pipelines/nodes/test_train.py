@@ -336,7 +336,7 @@ def test_validation_scores_the_slices_that_the_chain_uses_and_those_that_train_c
     config = dataclasses.replace(node(model.config, **settings), first_given="first_given" in more)
     monkeypatch.setattr(train.ray.train, "get_dataset_shard", lambda name: {"valid": Shard(0, 1, 0)}[name])
     parts = [train.ValidImages(config, rank=rank, num_workers=2, device=CPU) for rank in range(2)]
-    monkeypatch.setattr(train, "sum_over_workers", lambda value: value)
+    monkeypatch.setattr(train, "over_workers", lambda value: value)
     found = [part.bits_per_dim(model) for part in parts]
     image = torch.arange(16)[:, None, None, None].expand(-1, 3, SIDE, SIDE)
     for key, slices in ((train.SCORE, in_chain), (train.ALL_SLICES, all_slices)):

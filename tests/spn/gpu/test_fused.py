@@ -15,7 +15,7 @@ from torch import Tensor
 from spn.decoding.incremental import Draws, decode_slice, prepare
 from spn.gpu.folding import FoldedWeights
 from spn.model import SPN
-from spn.sampling import sample_chain, slice_decoder
+from spn.sampling import sample_chain, sample_stage, slice_decoder, uniforms
 from tests.spn.whole_images import context_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -161,3 +161,13 @@ def test_a_chain_draws_the_same_images_as_on_the_cpu(tiny_config):
         for stage, values in on_cpu.items():
             assert torch.equal(images[stage].cpu(), values), stage
     assert len(kept) == 3 and len(rows) == 2 * (1 + 3 + 4) * 4
+
+
+def test_slices_that_are_given_stay(tiny_config):
+    model = network("plain", tiny_config)
+    size = model.config.image_size
+    given = torch.randint(8, (4, 2, 3, 4, 4), device="cuda")
+    uniform = uniforms(0, stage="size_upscale", images=range(4), image_size=size).cuda()
+    drawn = sample_stage(model, uniform, slices=given, precision="bfloat16")
+    for number in range(2):
+        assert torch.equal(drawn[:, :, number // 2 :: 2, number % 2 :: 2], given[:, number])

@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: the same numbers as on the CPU, in training steps, bfloat16 and sampling.
+"""On an NVIDIA GPU: the same training steps as on the CPU, and what happens to wrong numbers.
 
 python -m pytest -m gpu tests/spn/gpu/test_gpu.py
 """
