@@ -181,7 +181,7 @@ def print_summary(report: running.RunReport, store: Store, run: tracking.NodeRun
         console.print(bits_table(results))
         parts = {**results["stages"], "total": results["total"]}
         found = {f"test/bits_per_dim/{name}": part["bits_per_dim"] for name, part in parts.items()}
-        run.log_history([{"step": 0, "time_ms": 1000 * time.time(), **found}])  # at once
+        run.log_history([{"step": 0, "time_ms": 1000 * time.time(), **found}])  # at once: MLflow's queue ends late
     if "sample" in uris:
         chain = open_store(uris["sample"]).read_bytes("samples/chain.png")
         run.log_image(Image.open(io.BytesIO(chain)), key="samples/chain")

@@ -1,7 +1,7 @@
 """MLflow, where people see what was run and compare it. The only file that imports mlflow.
 
-MLflow mirrors what storage holds, and it never holds up the work. A thread sends metrics, all that wait at once; every
-other call takes half a minute at most. A server that fails costs one warning, and nobody calls it for a minute.
+MLflow mirrors what storage holds, and it never holds up the work. Metrics go through MLflow's own asynchronous queue;
+every other call takes half a minute at most. A server that fails costs one warning, and nobody calls it for a minute.
 At the end of the node it gets the runs and metrics that it missed; pictures, texts and models are not sent again.
 
 The driver opens and ends runs through its `Ledger`; tasks and train workers get a picklable `RunHandle` and log through
@@ -23,7 +23,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from data_prep.parquet import Dataset
 
 log = logging.getLogger(__name__)
+_QUEUE_LOG = logging.getLogger("mlflow.utils.async_logging.async_logging_queue")
 
 UI = "http://127.0.0.1:5000"  # where `make ui` and the command of `RunHandle.links` show a SQLite file
 PARENT_TAG, NAME, NOTE = "mlflow.parentRunId", "mlflow.runName", "mlflow.note.content"
@@ -57,7 +57,7 @@ _SETTINGS = {
 }
 PAUSE_SEC = 60.0  # for which a server that failed is not called
 LOCKED_SEC = 2.0  # longest wait for a SQLite file that another process has locked
-CLOSE_SEC = 20.0  # longest wait for metrics that are on their way when a run is closed
+CLOSE_SEC = 20.0  # longest wait for the metrics in MLflow's queue when a run is closed
 KILLED_SEC = 1.0  # longest wait of a launch that was stopped: Ray kills a stopped job 3 s after SIGTERM
 _PARAM_CHARS, _TAG_CHARS, _METRIC_BATCH = 500, 5000, 1000  # MLflow's limits
 _ARTIFACTS = "mlartifacts"  # folder of artifacts beside a SQLite file: MLflow's default is the working directory
@@ -239,22 +239,18 @@ class NodeRun(contextlib.AbstractContextManager["NodeRun"]):
 
     def __init__(self, handle: RunHandle) -> None:
         self.handle = handle
-        self._later = ThreadPoolExecutor(1, "MLflow")  # makes calls that nobody waits for, in their order
-        self._points: deque[dict[str, float]] = deque()  # on their way
+        self._sent: deque[Any] = deque(maxlen=100)  # MLflow's handles of the newest batches of metrics
         self._monitor: Any = None
+        self._watch = threading.Thread()  # starts the monitor
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0, *, time_ms: int | None = None) -> None:
         """time_ms: when they were measured, since 1970; None: now."""
-        if self.handle.run_id:
-            self._points.append({**metrics, "step": step, "time_ms": time_ms or _now_ms()})
-            self._later.submit(self.send, self._add_points)
-
-    def _add_points(self, client: MlflowClient) -> None:
-        if points := [self._points.popleft() for _ in range(len(self._points))]:
-            _add(client, self.handle.run_id, points)
+        run_id, points = self.handle.run_id, [{**metrics, "step": step, "time_ms": time_ms or _now_ms()}]
+        _QUEUE_LOG.addFilter(self._is_foreign)
+        self.send(lambda client: self._sent.append(client.log_batch(run_id, _metrics(points), synchronous=False)))
 
     def log_history(self, history: Iterable[Mapping[str, float]]) -> None:
         """Entries {"step": ..., "time_ms": ..., metric: value}; MLflow adds the points that the run does not have."""
@@ -291,7 +287,7 @@ class NodeRun(contextlib.AbstractContextManager["NodeRun"]):
 
     def watch_machine(self, *, name: str = "") -> None:
         """Logs this machine's load as system/<metric>, or system/<name>/<metric>, until the run is closed. MLflow's
-        monitor stops for good when the server does not answer. Nobody waits for its start: importing MLflow takes
+        monitor stops for good when the server does not answer. It is started in a thread: importing MLflow takes
         seconds."""
 
         def start(client: MlflowClient) -> None:
@@ -302,19 +298,32 @@ class NodeRun(contextlib.AbstractContextManager["NodeRun"]):
             )
             self._monitor.start()
 
-        if self.handle.run_id:
-            self._later.submit(self.send, start)
+        self._watch = threading.Thread(target=self.send, args=(start,), daemon=True)
+        self._watch.start()
 
     def close(self) -> None:
-        """Waits until the metrics are sent, CLOSE_SEC at most. (A process ends when the call at hand has.)"""
-        if self.handle.run_id and not _done_within(CLOSE_SEC, self._finish):
+        """Waits until MLflow's queue has sent the metrics, CLOSE_SEC at most."""
+        if (self._sent or self._watch.ident) and not _done_within(CLOSE_SEC, self._finish):
             _server(self.handle.uri).failed(f"no answer for {CLOSE_SEC:g} s", pause=True)
 
     def _finish(self) -> None:
-        self._later.submit(bool).result()  # the last in the queue
+        while self._sent:
+            with contextlib.suppress(Exception):  # `_is_foreign` has warned
+                self._sent.popleft().wait()
+        if self._watch.ident:
+            self._watch.join()
         if self._monitor is not None:
             self._monitor.finish()
             self._monitor = None
+
+    def _is_foreign(self, record: logging.LogRecord) -> bool:
+        """MLflow's queue drops a batch that it cannot send, and its only sign that does not block is an error in its
+        log. A filter of this log: for batches of this run, a warning per server and a pause take that error's place."""
+        text = record.getMessage()
+        if f"Run Id {self.handle.run_id}:" not in text:
+            return True
+        _server(self.handle.uri).failed(text.partition("Exception: ")[2] or text, pause=True)
+        return False
 
     def send(self, call: Call) -> None:
         """A call of MLflow's client that is none of the above."""
@@ -500,7 +509,7 @@ def _done_within(seconds: float | None, work: Callable[[], None]) -> bool:
 def _add(client: MlflowClient, run_id: str | None, history: Iterable[Mapping[str, float]]) -> None:
     points = _metrics(history)
     for start in range(0, len(points), _METRIC_BATCH):
-        client.log_batch(run_id, metrics=points[start : start + _METRIC_BATCH], synchronous=True)
+        client.log_batch(run_id, metrics=points[start : start + _METRIC_BATCH])
 
 
 def _metrics(history: Iterable[Mapping[str, float]]) -> list[Any]:

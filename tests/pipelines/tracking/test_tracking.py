@@ -347,9 +347,9 @@ def test_a_server_that_never_answers_is_one_warning_and_metrics_do_not_ask_it(
     monkeypatch.setattr(tracking, "CLOSE_SEC", 3)
     handle = RunHandle(dead_server, f"run-{dead_server[-5:]}", "1")
     with handle.open() as run:
-        for step in range(20):  # a thread sends them, in vain
+        for step in range(20):  # goes through MLflow's queue, which fails
             run.log_metrics({"a": 1.0}, step=step)
-        assert all(name.startswith("MLflow") for name in asked), "no call of this thread"
+        assert all(name.startswith("MLflow") for name in asked), "its queue's threads"
     ledger = Ledger(dead_server, experiment="demo", run_folder="x")
     ledger.start_pipeline(tags={}, params={}, config="")
     node = ledger.start_node("a", tags={}, params={})
@@ -362,26 +362,7 @@ def test_a_server_that_never_answers_is_one_warning_and_metrics_do_not_ask_it(
     assert len(ours) == 1, "the end of the launch asks once more; nothing else asks a server that has failed"
     (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert dead_server in warning.getMessage() and "the work continues" in warning.getMessage()
-    assert "ERROR" not in capfd.readouterr().err
-
-
-def test_metrics_that_wait_for_a_slow_server_are_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    called, answers, batches = threading.Event(), threading.Event(), list[int]()
-
-    class Slow:
-        def log_batch(self, run_id: str, *, metrics: list[Any], synchronous: bool) -> None:
-            called.set()
-            answers.wait(60)
-            batches.append(len(metrics))
-
-    monkeypatch.setattr(tracking, "make_client", lambda uri: Slow())
-    with RunHandle("http://slow", "run-slow", "1").open() as run:
-        run.log_metrics({"a": 1.0})
-        assert called.wait(60)
-        for step in range(50):
-            run.log_metrics({"a": 1.0}, step=step)
-        answers.set()
-    assert batches == [1, 50]
+    assert "ERROR" not in capfd.readouterr().err, "MLflow's own line per batch"
 
 
 def test_a_stopped_launch_waits_for_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
