@@ -101,8 +101,12 @@ def train_stream(
     shards = dataset.shards(resolution=resolution, bits=bits, split=split)
     groups = tuple((shard, i) for shard in shards for i in range(len(shard.row_group_rows)))
     stream = _Stream(uri, groups, seed)
-    assert start_row >= 0 and num_rows >= 1, (start_row, num_rows)
-    assert rows_per_block is None or (rows_per_block >= 1 and num_rows % rows_per_block == 0), rows_per_block
+    if start_row < 0:
+        raise ValueError(f"start_row is {start_row}; it must be at least 0")
+    if num_rows < 1:
+        raise ValueError(f"num_rows is {num_rows}; it must be at least 1")
+    if rows_per_block is not None and (rows_per_block < 1 or num_rows % rows_per_block):
+        raise ValueError(f"rows_per_block is {rows_per_block}; it must divide num_rows, {num_rows}")
     bytes_per_row = resolution * resolution * 3
     task_rows = max(1, _TASK_BYTES // bytes_per_row)
     cuts = np.array(stream.cut(start_row, start_row + num_rows, task_rows=task_rows, multiple=rows_per_block or 1))

@@ -237,7 +237,7 @@ def start_pixel(weights: DecoderWeights, cache: DecoderCache, previous: Tensor, 
             x = x + cache.surroundings[:, column]
     else:
         x = x + stack.timing[position].to(x.dtype)
-    turns = getattr(stack, "turns", None)  # of recipe modern
+    turns = None if weights.stem is None else stack.turns
     for attention, keys, values in zip(stack.layers, cache.keys, cache.values, strict=True):
         x = _attend(attention, x, keys, values, position, turns)
     x = stack.norm(x)

@@ -162,9 +162,11 @@ def test_global_batch_does_not_depend_on_the_number_of_workers(uri: str):
 
 def test_bad_arguments_are_named(uri: str):
     good = dict(resolution=8, bits=8, seed=0, start_row=0, num_rows=10)
-    for name, value in [("bits", 5), ("resolution", 7), ("split", "valid")]:
+    for name, value in [("start_row", -1), ("num_rows", 0), ("bits", 5), ("resolution", 7), ("split", "valid")]:
         with pytest.raises(ValueError, match=f"{name} is {value!r}"):
             ingest.train_stream(uri, **{**good, name: value})
+    with pytest.raises(ValueError, match="rows_per_block is 3; it must divide num_rows, 10"):
+        ingest.train_stream(uri, **good, rows_per_block=3)
 
 
 def test_it_runs_beside_workers_that_hold_all_but_a_quarter_of_a_cpu(uri: str):

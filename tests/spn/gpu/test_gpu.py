@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: the same training steps as on the CPU, and what happens to wrong numbers.
+"""On an NVIDIA GPU: the same numbers as on the CPU, in training steps, bfloat16 and sampling.
 
 python -m pytest -m gpu tests/spn/gpu/test_gpu.py
 """
@@ -14,7 +14,9 @@ import torch
 from spn.config import TrainConfig
 from spn.gpu.training import FastIntensityEmbedding, speed_up
 from spn.model import SPN
+from spn.sampling import sample_chain
 from spn.training import Batch, NonFiniteLoss, TrainState, fit, train_step
+from tests.spn.whole_images import context_of, incremental_logits, target_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -29,6 +31,18 @@ def networks(tiny_config) -> list[SPN]:
     ]
 
 
+def inputs(model: SPN, batch: int, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    config = model.config
+
+    def draw(num_values: int) -> torch.Tensor:
+        return torch.randint(num_values, (batch, 3, config.image_size, config.image_size), generator=generator)
+
+    index = torch.randint(1 if config.stage == "first_slice" else config.num_slices, (batch,), generator=generator)
+    given = draw(2**config.num_given_bits) if config.num_given_bits else None
+    return Batch(draw(config.num_values), index, given, ["x"] * batch)
+
+
 def moved(batch: Batch) -> Batch:
     given = None if batch.given is None else batch.given.cuda()
     return dataclasses.replace(batch, image=batch.image.cuda(), index=batch.index.cuda(), given=given)
@@ -36,7 +50,7 @@ def moved(batch: Batch) -> Batch:
 
 @pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize("optimizer", ["rmsprop", "adamw"])
-def test_training_steps_equal_the_cpus(which, optimizer, tiny_config, make_batch):
+def test_training_steps_equal_the_cpus(which, optimizer, tiny_config):
     settings = TrainConfig(num_steps=5, batch_size=6, optimizer=optimizer, learning_rate=1e-3, polyak_warmup=True)
     finished = {}
     for device in ("cpu", "cuda"):
@@ -44,18 +58,18 @@ def test_training_steps_equal_the_cpus(which, optimizer, tiny_config, make_batch
         state = TrainState.create(model, settings)
         forward = speed_up(model) if device == "cuda" else model
         for step in range(3):
-            batch = make_batch(model, step, 6)
+            batch = inputs(model, 6, step)
             train_step(state, [moved(batch) if device == "cuda" else batch], config=settings, forward=forward)
         finished[device] = {name: p.detach().cpu() for name, p in model.named_parameters()}
     for name, weight in finished["cpu"].items():
         torch.testing.assert_close(finished["cuda"][name], weight, rtol=1e-6, atol=1e-9, msg=name)
 
 
-def test_wrong_numbers_are_reported_a_step_later(tiny_config, make_batch):
+def test_wrong_numbers_are_reported_a_step_later(tiny_config):
     """The CPU reads a step's verdict while the next one runs; that one changes nothing, and names the step at fault."""
     model = networks(tiny_config)[0].cuda()
     settings = TrainConfig(num_steps=5, batch_size=6)
-    state, batch = TrainState.create(model, settings), moved(make_batch(model, 0, 6))
+    state, batch = TrainState.create(model, settings), moved(inputs(model, 6, 0))
     train_step(state, [batch], config=settings, forward=model)
     train_step(state, [batch], config=settings, forward=lambda *given: model(*given) * math.nan)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -66,10 +80,10 @@ def test_wrong_numbers_are_reported_a_step_later(tiny_config, make_batch):
         torch.testing.assert_close(p.detach(), before[name], rtol=0, atol=0, equal_nan=True)
 
 
-def test_wrong_numbers_of_the_last_step_are_found_by_check(tiny_config, make_batch):
+def test_wrong_numbers_of_the_last_step_are_found_by_check(tiny_config):
     model = networks(tiny_config)[0].cuda()
     settings = TrainConfig(num_steps=5, batch_size=6)
-    state, batch = TrainState.create(model, settings), moved(make_batch(model, 0, 6))
+    state, batch = TrainState.create(model, settings), moved(inputs(model, 6, 0))
     train_step(state, [batch], config=settings, forward=model)
     state.check()
 
@@ -83,7 +97,7 @@ def test_wrong_numbers_of_the_last_step_are_found_by_check(tiny_config, make_bat
         state.check()
 
 
-def test_fit_hands_out_nothing_of_a_step_with_wrong_numbers(tiny_config, make_batch):
+def test_fit_hands_out_nothing_of_a_step_with_wrong_numbers(tiny_config):
     """Before each log, validation and checkpoint the verdict is waited for."""
     model = networks(tiny_config)[0].cuda()
     settings = TrainConfig(
@@ -94,7 +108,7 @@ def test_fit_hands_out_nothing_of_a_step_with_wrong_numbers(tiny_config, make_ba
         fit(
             state,
             config=settings,
-            batches=([moved(make_batch(model, step, 6))] for step in range(6)),
+            batches=([moved(inputs(model, 6, step))] for step in range(6)),
             forward=lambda *given: model(*given) * (math.nan if state.step == 3 else 1.0),
             evaluate=lambda: {"valid/bits_per_dim": 1.0},
             on_log=lambda step, metrics: seen.append(step),
@@ -116,3 +130,22 @@ def test_table_gradient_under_autocast_is_the_embeddings(num_values, shape):
     exact = torch.nn.functional.embedding(values + layer.offset, layer.table.weight.double()).flatten(-2)
     (expected,) = torch.autograd.grad(exact, layer.table.weight, upstream.double())
     assert (found - expected).norm() / expected.norm() < 1e-4
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_incremental_logits_equal_the_full_forward(which, tiny_config):
+    model = networks(tiny_config)[which].cuda().double().eval()
+    batch = moved(inputs(model, 3, 2))
+    context = context_of(model, batch.image, batch.index, batch.given)
+    target = target_of(model, batch.image, batch.index)
+    full = model.decoder(target, context)
+    torch.testing.assert_close(incremental_logits(model, target, context), full, rtol=0, atol=1e-9)
+
+
+def test_a_chain_is_sampled_as_on_the_cpu(tiny_config):
+    """In float64 no rounding decides a draw: the same images from the same seed."""
+    chain = {m.config.stage: m.double().eval() for m in networks(tiny_config)}
+    expected = sample_chain(chain, seed=3, images=range(4))
+    found = sample_chain({stage: m.cuda() for stage, m in chain.items()}, seed=3, images=range(4))
+    for stage, image in expected.items():
+        assert torch.equal(found[stage].cpu(), image), stage
