@@ -8,7 +8,7 @@ A variant is a chain of networks that share the seconds; on images of 8 bits and
 
     paper, modern                        the decoder alone on whole images: the paper's of 144M parameters with RMSProp;
                                          recipe modern, 43M, with Muon
-    spn_paper, spn_modern                an SPN of four slices at 3 bits, 46M and 48M (dropout 0.15)
+    spn_paper, spn_modern                an SPN of four slices at 3 bits, 46M and 48M
     paper_SYSTEM, modern_SYSTEM          the systems of the paper, each chain of 43M to 47M parameters in all: baseline
                                          (paper only; modern is the other's), spn2, spn4 (S = 2, 4), spn2_depth (3 bits,
                                          then 5), multidim (first slice, the other three, the five low bits)
@@ -49,6 +49,7 @@ from spn.training import Batch, TrainState, bits_per_dim_estimate, train_step
 
 HELD_OUT = 0.1  # of the training images, with --tune
 PIXELS = 64 * 32 * 32  # that a step learns from: 64 slices of 32x32, or as many others as have as many pixels
+TOTAL_DECAY = 4.0  # rate x weight decay x steps of recipe modern, however long a training is
 COMMON = dict(precision="bfloat16", polyak_warmup=True, horizontal_flip=True)
 SETTINGS = {
     "paper": dict(optimizer="rmsprop", learning_rate=1e-4),
@@ -71,11 +72,11 @@ class Variant:
     shares: tuple[float, ...] = (1.0,)  # of the seconds, for each network
 
 
-def modern(num_attn_layers: int, embedder_layers: int = 0, *, heads: int = 4, dropout: float = 0.0) -> dict[str, Any]:
+def modern(num_attn_layers: int, embedder_layers: int = 0, *, heads: int = 4, conv: int = 192) -> dict[str, Any]:
     """Decoder and embedder of recipe modern, of so many attention layers each."""
-    common = dict(recipe="modern", residual_channels=768, num_attn_heads=heads, attn_head_dim=128, dropout=dropout)
+    common = dict(recipe="modern", residual_channels=768, num_attn_heads=heads, attn_head_dim=128)
     common["num_memory_rows"] = 352 * heads
-    decoder = DecoderConfig(num_layers=3, conv_channels=192, num_attn_layers=num_attn_layers, **common)
+    decoder = DecoderConfig(num_layers=3, conv_channels=conv, num_attn_layers=num_attn_layers, **common)
     if not embedder_layers:
         return {"decoder": decoder}
     embedder = EmbedderConfig(num_conv_layers=2, conv_channels=256, num_attn_layers=embedder_layers, **common)
@@ -120,10 +121,9 @@ def variants(size: int) -> dict[str, Variant]:
 
     return {
         "paper": whole("paper", {}),
-        "modern": whole("modern", modern(12)),
+        "modern": whole("modern", modern(10, conv=384)),
         "spn_paper": Variant((network("size_upscale", 3, paper(5, 15, (6, 5))),), SETTINGS["paper"]),
-        # Dropout: 0.1 and 0.2 scored alike on held-out images.
-        "spn_modern": Variant((network("size_upscale", 3, modern(8, 4, dropout=0.15)),), SETTINGS["modern"]),
+        "spn_modern": Variant((network("size_upscale", 3, modern(6, 4, conv=384)),), SETTINGS["modern"]),
         "paper_baseline": whole("paper", paper(8, 15)),
         **chains(
             "paper",
@@ -134,7 +134,7 @@ def variants(size: int) -> dict[str, Variant]:
         ),
         **chains(
             "modern",
-            alone=modern(8, 3),
+            alone=modern(6, 3, conv=384),
             two=modern(3, 1),
             three=modern(2, 2, heads=3),
             first=modern(3),
@@ -250,7 +250,9 @@ def _train(
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     step_sec = _step_seconds(TrainState.create(model, config), config, batch, forward)
     model.load_state_dict(start)
-    config = dataclasses.replace(config, num_steps=max(1, int(seconds / step_sec)))
+    num_steps = max(1, int(seconds / step_sec))
+    decay = TOTAL_DECAY / config.learning_rate / num_steps if config.optimizer == "muon" else 0.0
+    config = dataclasses.replace(config, num_steps=num_steps, weight_decay=decay)
     state = TrainState.create(model, config)
     wait(device)
     began, losses = time.perf_counter(), []

@@ -96,13 +96,14 @@ def test_recipe_modern_for_one_stage_alone() -> None:
 
 def test_presets_of_recipe_modern_are_what_was_raced() -> None:
     """cifar10_modern has the benchmark's network and settings; every stage of faces256 has the recipe."""
-    from benchmarks.race import variants
+    from benchmarks.race import TOTAL_DECAY, variants
 
     raced = variants(32)["modern"]
     assert stage_model_config(load("cifar10_modern"), "baseline") == raced.networks[0]
     config = load("cifar10_modern").train
     for key, value in raced.settings.items():
         assert getattr(config, key) == value, key
+    assert config.learning_rate * config.weight_decay * config.num_steps == pytest.approx(TOTAL_DECAY, rel=0.01)
     for parts in sized("faces256").values():
         assert "decoder.stem" in parts["parameters"] and parts["parameters"]["total"] < 50e6
 
