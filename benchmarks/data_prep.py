@@ -1,19 +1,18 @@
-"""Speed and memory of the data-set build, against a plain process pool, and of reading for training.
+"""Speed and memory of the dataset build, against a plain process pool, and of reading for training.
 
     python benchmarks/data_prep.py build --raw FOLDER --cores 2 --out benchmarks/results/data
     python benchmarks/data_prep.py memory --raw FOLDER --out benchmarks/results/data
     python benchmarks/data_prep.py read --raw FOLDER --out benchmarks/results/data
 
-FOLDER holds photos; they are copied under distinct keys until there are --images of them. Pool and Ray decode and
-resize with the same functions and take turns, --repeats times, each on a disk that has nothing left to write and after
-a pause: a virtual machine gives freed memory back to its host, and who starts at once would get it cheaper. The pool is
-what one would write without this project: each task decodes the photos of a shard, resizes them and writes Parquet
-files with the same settings, but no checksums, quarantine or means to go on after a kill; its tasks are smaller
-(--pool-rows), as the fresh memory of large ones slows it. `pool` ends a task with fsync of its files, as the build
-does, so that both leave the same bytes on the disk; `pool_cached` leaves them in memory, where they are deleted before
-they reach the disk. images_per_sec sets start-up and commit apart: it is the slope between a set of a few images and
-the whole one, for Ray as for the pools; images_per_sec_all_in does not. `cpu_ms` is CPU time an image of everything
-that runs, the kernel's writing too: nothing else should.
+FOLDER holds photos; they are copied under distinct keys until there are --images of them. Pool and Ray use the same
+functions to decode and resize, and take turns, --repeats times. Each waits until the disk has written everything,
+then pauses: a virtual machine returns freed memory to its host, and a run that starts at once would still find it.
+The pool is what one would write without this project: each task decodes the photos of a shard, resizes them and
+writes Parquet files with the same settings, but without checksums, quarantine or resuming; its tasks are smaller
+(--pool-rows), because fresh memory slows large ones. `pool` ends a task with fsync of its files, as the build does;
+`pool_cached` deletes the files before they reach the disk. images_per_sec leaves out start-up and commit (the slope
+between a small set and the whole one); images_per_sec_all_in includes them. `cpu_ms` is CPU time per image of the
+whole machine, kernel included, so nothing else should run.
 """
 
 from __future__ import annotations
@@ -297,7 +296,7 @@ def data_config(root: Path, arguments: argparse.Namespace, rows_per_shard: int |
 
 
 def repeat_rows(source: Path, target: Path, *, resolution: int, times: int) -> str:
-    """A data set of one resolution with every row `times` times, in shards of one repetition."""
+    """A dataset of one resolution with every row `times` times, in shards of one repetition."""
     table = open_dataset(str(source)).read(resolution=resolution, bits=8, split="train")
     store = open_store(target)
     shards = []

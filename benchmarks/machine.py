@@ -1,4 +1,4 @@
-"""What the benchmarks of networks say of the machine, and how a result is handed over."""
+"""What the benchmarks of networks share: the card's name, peak memory, and writing a result as JSON."""
 
 from __future__ import annotations
 

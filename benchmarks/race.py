@@ -9,12 +9,13 @@ A variant is a chain of networks that share the seconds; on images of 8 bits and
     paper, modern                        the decoder alone on whole images: the paper's of 144M parameters with RMSProp;
                                          recipe modern, 43M, with Muon
     spn_paper, spn_modern                an SPN of four slices at 3 bits, 46M and 48M
-    paper_SYSTEM, modern_SYSTEM          the systems of the paper, each chain of 43M to 47M parameters in all: baseline
-                                         (paper only; modern is the other's), spn2, spn4 (S = 2, 4), spn2_depth (3 bits,
-                                         then 5), multidim (first slice, the other three, the five low bits)
+    paper_SYSTEM, modern_SYSTEM          the paper's systems, each chain of 43M to 47M parameters in all. SYSTEM:
+                                         baseline (paper_baseline only; its modern counterpart is `modern`), spn2,
+                                         spn4 (S = 2, 4), spn2_depth (3 bits, then 5), multidim (first slice, the
+                                         other three, the five low bits)
 
 Every step learns from 65,536 pixels, whatever the size of the slices. Compiling is not counted. Writes
-VARIANT-SECONDSs-SEED.json and, beside it, the bits/dim of each image with averaged weights as .parquet:
+DATA-VARIANT-SECONDSs-SEED.json and, beside it, the bits/dim of each image with averaged weights as .parquet:
 `pipelines/evaluate.py --compare` compares two of them. With --tune the last tenth of the training images is held out
 and scored instead of the test images, and nothing is written.
 """

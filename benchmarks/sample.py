@@ -5,17 +5,16 @@
 
     python benchmarks/sample.py --chain FOLDER --decoder jacobi --batch 1 16 64   # as full_multidim.py --export writes
 
-Every stage is drawn by spn/sampling.py, embedder and all; with random weights by the fused kernels, whose time does not
-depend on what they draw. Preparing (packing weights, compiling, recording graphs), once for a batch size, is apart:
-`setup_sec`. With --slices only the last so many slices
-of a stage are drawn and its time is scaled to all of them, since each slice is the same work: `measured_steps` of
-`pixel_steps`.
+Every stage is drawn by spn/sampling.py, embedder included; with random weights by the fused kernels, whose time does
+not depend on what they draw. `setup_sec` is the time, once per batch size, to pack weights, compile and record graphs.
+With --slices only the last slices of a stage are drawn, and the time is scaled to all of them (`measured_steps` of
+`pixel_steps`), because every slice takes the same work.
 
---chain measures trained networks, each on the images of the one before. `passes_a_slice` is how often Jacobi iteration
-ran the decoder, on average over slices and images; `setup_sec` has the time of one slice in it.
+--chain measures trained networks, each on the images of the one before. `passes_a_slice` is the number of decoder
+passes of Jacobi iteration, averaged over slices and images; `setup_sec` then includes the time of one slice.
 
-floor_sec is the time in which memory could deliver what every pixel step has to read: the decoder's weights, and keys
-and values of the pixels before, for each image (bandwidth: the card's data sheet).
+floor_sec is the time that memory needs to deliver what each pixel step reads: the decoder's weights, and for each image
+the keys and values of earlier pixels (bandwidth from the card's data sheet).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Builds a data set as a Ray Data job: plan, one task for each shard, commit. A killed build resumes.
+"""Builds a dataset as a Ray Data job: plan, one task for each shard, commit. A killed build resumes.
 
     lock     one build at a time in a folder
     job      a Ray Data dataset with one row for each shard of the plan; a task decodes each photo once, writes all
@@ -77,11 +77,11 @@ def build(
     progress: Callable[[int, int, int], None],
     num_cpus_per_task: float = 1,
 ) -> Manifest:
-    """Builds the data set in the folder `out` (path or URI) and returns its manifest. Ray must be initialised.
+    """Builds the dataset in the folder `out` (path or URI) and returns its manifest. Ray must be initialised.
 
     `progress(done, total, quarantined)` is called as shards finish: images done and planned, photos quarantined.
     Raises Unplannable, UnusableSource (mostly before anything is written), TooManyUnusable, and UserError for an `out`
-    that holds another finished data set, or where another build is at work.
+    that holds another finished dataset, or where another build is at work.
     """
     plan = make_plan(config, sources.find(config))
     config, store = plan.config, open_store(out)
@@ -109,7 +109,7 @@ def build(
 
 
 def _prepare_folder(store: Store, plan: Plan) -> None:
-    """Refuses another finished data set, clears what another unfinished build left."""
+    """Refuses another finished dataset, clears what another unfinished build left."""
     if store.exists(MANIFEST):
         if Manifest.from_json(store.read_bytes(MANIFEST).decode()).plan_hash != plan.hash:
             raise UserError(

@@ -1,4 +1,4 @@
-"""What to build: source, pixels, splits and layout of one data set. Plain dataclass, no command of its own."""
+"""What to build: source, pixels, splits and layout of one dataset. Plain dataclass, no command of its own."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SPLIT_RULES = ("auto", "by_photo", "glow", "glow_records", "celeba_partition", "
 
 
 def _not_semantic(default: Any) -> Any:
-    """A field that does not decide the bytes of the data set: where images are, and when a build gives up."""
+    """A field that does not decide the bytes of the dataset: where images are, and when a build gives up."""
     return field(default=default, metadata={"semantic": False})
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """One Parquet data set. Every field decides its bytes, except those with metadata semantic=False."""
+    """One Parquet dataset. Every field decides its bytes, except those with metadata semantic=False."""
 
     dataset: str  # id that every reported figure names, such as demo_photos
     image_size: int  # H = W that the networks model, pixels
@@ -50,7 +50,7 @@ class DataConfig:
     rows_per_shard: int = 10_000
     row_group_rows: int | None = None  # None: as many as make about 16 MB of pixels
     max_quarantine_fraction: float | None = _not_semantic(None)  # more fail the build; None: 0 if known, else 0.001
-    check_counts: bool = True  # known data sets must have exactly as many images as were published
+    check_counts: bool = True  # known datasets must have exactly as many images as were published
     seed: int = 0  # decides the splits and the row order
 
     def __post_init__(self) -> None:

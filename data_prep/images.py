@@ -1,7 +1,7 @@
 """Bytes to training pixels: decode, crop, resize, reduce depth. Pure functions on arrays.
 
 The `tf` profile equals TensorFlow's default operations bit for bit (JPEG with the fast integer DCT, ResizeArea,
-cast to uint8), so that numbers compare with data sets that were made with them.
+cast to uint8), so that numbers compare with datasets that were made with them.
 
 Shapes: H W image, C colour channels (3), R side of a training image. Arrays are (H, W, C).
 """
@@ -26,7 +26,7 @@ from data_prep.resize import resize_area
 MAX_PIXELS = 100_000_000  # of one source image; checked in the header, before memory is taken
 MAX_WEBP_PIXELS = 64_000_000  # and of AVIF: their decoders take twice the memory per pixel of the others
 
-# One bit each in the `flags` column. Append only: old data sets keep their meaning.
+# One bit each in the `flags` column. Append only: old datasets keep their meaning.
 CONVERSIONS = (
     "gray_to_rgb",
     "palette",

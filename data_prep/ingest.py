@@ -1,4 +1,4 @@
-"""The training stream: a finished data set as an endless, ordered stream of rows through Ray Data.
+"""The training stream: a finished dataset as an endless, ordered stream of rows through Ray Data.
 
 Row order is a pure function of (seed, epoch): row groups are permuted, then the rows inside each. So the row at any
 position of the stream is known without reading what comes before, training resumes in the middle of an epoch, and a
@@ -31,7 +31,7 @@ class _Stream:
     """Everything that decides the rows of a stream."""
 
     uri: str
-    row_groups: tuple[tuple[Shard, int], ...]  # in the data set's order
+    row_groups: tuple[tuple[Shard, int], ...]  # in the dataset's order
     seed: int
 
     @functools.cached_property
@@ -86,7 +86,7 @@ def train_stream(
 ) -> ray.data.Dataset:
     """The rows at positions [start_row, start_row + num_rows), in order; row groups before them are not read.
 
-    uri                the data set's folder
+    uri                the dataset's folder
     rows_per_block     None for one consumer. For n workers: global batch / n; then streaming_split(n, equal=True)
                        hands block after block to worker after worker, so that their union is the global batch.
                        start_row and num_rows must then be multiples of the global batch
@@ -95,7 +95,7 @@ def train_stream(
 
     Columns: key string, px (R * R * 3 bytes), epoch int32, position int64 (in the stream). Order is kept when the
     dataset is iterated directly; through Ray Train, DataConfig must set execution_options.preserve_order.
-    Raises ValueError for an unfinished data set, or a resolution, depth or split that it has not.
+    Raises ValueError for an unfinished dataset, or a resolution, depth or split that it has not.
     """
     dataset = open_dataset(uri)
     shards = dataset.shards(resolution=resolution, bits=bits, split=split)
@@ -135,7 +135,7 @@ def train_stream(
     return rows
 
 
-# Decoded row groups of this process, newest last. Many epochs over a tiny data set would otherwise open and
+# Decoded row groups of this process, newest last. Many epochs over a tiny dataset would otherwise open and
 # decompress the same file again and again. Shards never change, so the key holds their checksum.
 _cache: OrderedDict[tuple[str, int], pa.Table] = OrderedDict()
 

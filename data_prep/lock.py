@@ -1,9 +1,9 @@
 """One process at a time in a folder: a lock file on local disks, a lease object on object stores.
 
-The holder writes who it is (host, pid, since when) and a heartbeat every few seconds. A process that this one can see
-holds its lock for as long as it lives. A holder on another machine is judged by watching the file, because its clock
-and ours may differ: a file that changes is held; one that stays the same for STALE_SEC is of a dead holder (for
-WATCH_SEC if the heartbeat in it is old as well, or for whoever only wants to look).
+The holder writes who it is (host, pid, since when) and a heartbeat every few seconds. A holder whose process is visible
+from here keeps its lock for as long as it lives. A holder on another machine is judged by watching the file, because
+its clock and ours may differ: while the file changes, the holder is alive; after STALE_SEC without a change it counts
+as dead (WATCH_SEC suffices if its heartbeat is old as well, or for a caller that only looks).
 
 A local lock is an exclusive create. Object stores have none: a lease is written, and read back after SETTLE_SEC, so of
 two processes that start in the same second one is refused. Even two writers would harm nothing: attempts have

@@ -1,8 +1,8 @@
-"""A data set on disk: its columns, how shards are written and read, and everything random about the order of rows.
+"""A dataset on disk: its columns, how shards are written and read, and everything random about the order of rows.
 
-    <data set>/res=<R>/bits=<B>/<split>-00000-of-00003.parquet    same rows in the same order for every R and B
-    <data set>/quarantine.parquet                                 images that could not be used, with the reason
-    <data set>/manifest.json                                      written last; without it there is no data set
+    <dataset>/res=<R>/bits=<B>/<split>-00000-of-00003.parquet    same rows in the same order for every R and B
+    <dataset>/quarantine.parquet                                 images that could not be used, with the reason
+    <dataset>/manifest.json                                      written last; without it there is no dataset
 
 Shapes: N rows, R side of an image. Pixels are (R, R, 3) uint8, row by row; at depth B a value is x >> (8 - B).
 """
@@ -54,7 +54,7 @@ def schema(resolution: int) -> pa.Schema:
 
 
 def shard_path(*, resolution: int, bits: int, split: str, index: int, num_shards: int) -> str:
-    """Path below the data set's folder."""
+    """Path below the dataset's folder."""
     return f"res={resolution}/bits={bits}/{split}-{index:05d}-of-{num_shards:05d}.parquet"
 
 
@@ -90,9 +90,9 @@ def low_depth(pixels: np.ndarray, bits: int, *, out: np.ndarray | None = None) -
 
 @dataclass(frozen=True)
 class Shard:
-    """One Parquet file of a data set."""
+    """One Parquet file of a dataset."""
 
-    path: str  # below the data set's folder
+    path: str  # below the dataset's folder
     split: str
     index: int
     resolution: int
@@ -195,7 +195,7 @@ class ShardWriter:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a finished data set is. Files that it does not list do not belong to it."""
+    """What a finished dataset is. Files that it does not list do not belong to it."""
 
     dataset: str
     plan_hash: str  # of config, source listing and libraries
@@ -230,7 +230,7 @@ def keys_hash(keys: Iterable[str]) -> str:
 
 
 class Dataset:
-    """Read side of a finished data set; holds only its address and manifest, so it travels between processes."""
+    """Read side of a finished dataset; holds only its address and manifest, so it travels between processes."""
 
     def __init__(self, uri: str, manifest: Manifest) -> None:
         self.uri = uri
@@ -241,7 +241,7 @@ class Dataset:
         return self.manifest.num_images[split]
 
     def shards(self, *, resolution: int, bits: int, split: str) -> list[Shard]:
-        """In row order. Raises ValueError naming what the data set has instead."""
+        """In row order. Raises ValueError naming what the dataset has instead."""
         for name, value in (("resolution", resolution), ("bits", bits)):
             self._check(name, value, self.manifest.config[{"resolution": "resolutions", "bits": "bits"}[name]])
         self._check("split", split, self.manifest.num_images)
@@ -265,7 +265,7 @@ class Dataset:
 
 
 def open_dataset(uri: str) -> Dataset:
-    """Raises ValueError when the folder holds no finished data set."""
+    """Raises ValueError when the folder holds no finished dataset."""
     try:
         text = open_store(uri).read_bytes(MANIFEST).decode()
     except FileNotFoundError:

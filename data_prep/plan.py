@@ -6,8 +6,8 @@ and test:
     auto              the source's own splits where it has any (ImageNet: its validation images are `test`)
     by_photo          drawn from all images, whatever the source says
     glow              CelebA-HQ as in Glow, whose 3,000 `test` images are the first of Karras's shuffled records: files
-                      are named by the number in CelebA-HQ (idx); records and rows are in their order
-    glow_records      the same where the files' numbers are those of the records
+                      are identified by their number in CelebA-HQ (idx), records and rows by their position
+    glow_records      the same for files whose numbers are positions in the records
     celeba_partition  CelebA-HQ by CelebA's own partition: needs list_eval_partition.txt and the mapping to CelebA
     file              lines "key split" in split_file, one for each image
 
@@ -310,7 +310,7 @@ def _lines(config: DataConfig, root: str) -> list[list[str]]:
     return [[line for line in text.splitlines() if line.strip()] for text in texts]
 
 
-# ---- known data sets -----------------------------------------------------------------------------------------------
+# ---- known datasets ------------------------------------------------------------------------------------------------
 
 # Data sets that papers report results on: (train and valid images together, test images). A result in bits/dim compares
 # only with results on the same pixels, and three sets are called "ImageNet 32" or "64":
@@ -349,7 +349,7 @@ def _family(config: DataConfig) -> str:
 
 
 def check_id(config: DataConfig, source: str) -> None:
-    """Raises Unplannable when the data set's id belongs to other pixels than the source has."""
+    """Raises Unplannable when the dataset's id belongs to other pixels than the source has."""
     family = _family(config)
     if source in _OWN_ID and family != source:
         what = f"source {source} makes {source} (a part of it: {source}-part); images of your own: source=folder"
@@ -362,7 +362,7 @@ def check_id(config: DataConfig, source: str) -> None:
 
 
 def check_counts(config: DataConfig, source: Source, num_items: dict[str, int]) -> None:
-    """`num_items`: by split. Raises UnusableSource when a known data set is not complete."""
+    """`num_items`: by split. Raises UnusableSource when a known dataset is not complete."""
     if not config.check_counts or config.dataset not in COUNTS:
         return
     train, test = COUNTS[config.dataset]

@@ -1,4 +1,4 @@
-"""What a finished data set is, in words, and whether it is whole: `verify("runs/demo/.../dataset") == []`.
+"""Describes a finished dataset and checks that it is intact: `verify("runs/demo/.../dataset") == []`.
 
 Checked are the size and sha256 of every file that the manifest lists, columns, the number of rows, the same keys in
 every resolution and depth, each key once, the keys' hash, that every lower depth is 8-bit pixels >> (8 - bits), and the
@@ -45,7 +45,7 @@ class _Part:
 def verify(uri: str, *, progress: Callable[[int, int], None] = lambda done, total: None) -> list[str]:
     """What is wrong, one line each. `progress(done, total)` counts images, each with all its resolutions and depths.
 
-    Shards are read side by side, one thread a core. Raises ValueError where there is no finished data set.
+    Shards are read side by side, one thread a core. Raises ValueError where there is no finished dataset.
     """
     dataset = open_dataset(uri)
     manifest = dataset.manifest

@@ -1,4 +1,4 @@
-"""The Ray session of a start: its own on this machine, or the cluster that it was given; and where its code is from.
+"""The Ray session of a launch: its own on this machine or an existing cluster; and which commit the code is from.
 
 A session of our own (embedded) listens on 127.0.0.1 only, answers nobody without its token, and keeps its sockets and
 logs in a folder that is closed to other accounts. Ray decides much of that when it is imported, so `connect` comes

@@ -1,5 +1,5 @@
-"""What runs no node: --status, --gc and --export of a run folder, --verify of a dataset, --compare, --list-sources,
-and describe.py."""
+"""Commands that run no node: --status, --gc and --export of a run folder, --verify of a dataset, --compare,
+--list-sources, and describe.py."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def _train(config: ExperimentConfig, stage: str, listed: bool) -> Node:
         needs=("prepare_data",),
         # It also reads manifest.json, which is not named: a new listing of the photos changes it, and equal shards must
         # not train again. What it takes from there (number of images, order of shards, rows of row groups) follows from
-        # the shards' names and bytes; the data set's id goes to MLflow alone.
+        # the shards' names and bytes; the dataset's id goes to MLflow alone.
         reads=_shards(model.image_size, stored_bits, "train", "valid"),
         config=TrainNodeConfig(
             stage=stage,

@@ -78,7 +78,7 @@ class DecoderConfig:
     residual_channels: int = 1280
     num_attn_layers: int = 8
     num_attn_heads: int = 10
-    attn_head_dim: int = 128  # channels a head; attention width = heads * channels a head
+    attn_head_dim: int = 128  # channels per head; attention width = heads * channels per head
     num_memory_rows: int = 1280  # learned key/value rows of parameter attention
     dropout: float = 0.0
     recipe: str = "paper"  # modern: blocks of spn/modern.py; num_memory_rows is then the feed-forward layer's units
@@ -112,7 +112,7 @@ class SPNConfig:
     stage: str  # baseline | first_slice | size_upscale | depth_upscale | depth_upscale_<d>
     image_size: int  # H = W of the full image
     scaling_factor: int  # S: the image is cut into S * S slices
-    num_bits: int  # bits a channel that this stage generates
+    num_bits: int  # bits per channel that this stage generates
     num_given_bits: int = 0  # more significant bits it is conditioned on (depth upscaling)
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
     embedder: EmbedderConfig | None = None  # None: decoder alone (baseline, first_slice)
@@ -153,18 +153,18 @@ class TrainConfig:
     """Defaults are the paper's (table 4, ImageNet 64)."""
 
     num_steps: int = 200_000  # the paper gives none
-    batch_size: int = 2048  # slices an optimiser step, over all workers and accumulated micro-batches
+    batch_size: int = 2048  # slices per optimiser step, over all workers and accumulated micro-batches
     micro_batch_size: int | None = execution(None)  # most slices on a worker at once; None: its share of the batch
     optimizer: str = "rmsprop"  # TensorFlow's RMSProp; adamw; muon (matrices; adamw for all else)
     learning_rate: float = 1e-4
     schedule: str = "piecewise"
     lr_boundaries: list[int] = field(default_factory=list)  # steps at which the rate drops
     lr_values: list[float] = field(default_factory=list)  # the rate from each boundary on
-    warmup_steps: int = 0  # linear, both schedules
+    warmup_steps: int = 0  # linear warm-up, with every schedule
     momentum: float = 0.9  # adamw: beta1
     decay: float = 0.95  # of the mean square; adamw: beta2
     epsilon: float = 1e-8
-    adamw_learning_rate: float = 1.5e-3  # muon only: of what is no matrix
+    adamw_learning_rate: float = 1.5e-3  # muon only: rate of the parameters that are not matrices
     cooldown: float = 0.6  # linear schedule: the last share of the steps, over which the rate falls to zero
     weight_decay: float = 0.0  # adamw and muon
     grad_clip: float | None = None  # global norm; None: no clipping

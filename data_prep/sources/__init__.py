@@ -36,7 +36,7 @@ __all__ += ["describe", "find", "identify", "root_of"]
 
 BUILT_IN_PHOTOS = pathlib.Path(__file__).parents[1] / "demo_photos"
 
-_PLAIN = ("hf_parquet", "webdataset")  # whatever the data set
+_PLAIN = ("hf_parquet", "webdataset")  # whatever the dataset
 _ARCHIVES = frozenset(
     ".zip .gz .tgz .bz2 .xz .zst .rar .7z .tar .npy .npz .mdb .lmdb .h5 .hdf5 .mat .arrow .parquet .tfrecord "
     ".tfrecords .pkl .pt .bin .rec".split()
@@ -57,7 +57,7 @@ def identify(config: DataConfig) -> tuple[str, str]:
     """(source, hash of the names, sizes and modification times of its files and of what decides the splits).
 
     The source is the name of the module `data_prep.sources.<source>` that reads it; with the hash it decides what a
-    data set is made from. Archives are not read through, so it is quick. Raises Unplannable and OSError as `find` does.
+    dataset is made from. Archives are not read through, so it is quick. Raises Unplannable and OSError as `find` does.
     """
     listing = list_files(root_of(config))
     name, used, _ = _recognise(listing, config)
@@ -139,7 +139,7 @@ def _is_split_like(path: str) -> bool:
 def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[FileEntry], str]:
     """(layout, files that it explains, what it was recognised by).
 
-    A layout of single images is taken only when it explains all of them. Then that of a data set goes before any tars
+    A layout of single images is taken only when it explains all of them. Then that of a dataset goes before any tars
     or tables with images, and these before images in a folder.
     """
     name, why = config.source, "named in the configuration"

@@ -1,6 +1,6 @@
 """`ilsvrc_tar`: ImageNet as it is downloaded. The train tar holds one tar for each synset, the val tar is flat.
 
-Keys are those of the extracted folders (`train/n01440764/n01440764_10026.JPEG`), so both give the same data set.
+Keys are those of the extracted folders (`train/n01440764/n01440764_10026.JPEG`), so both give the same dataset.
 Labels are alphabetical synset numbers. Validation images are the test split; validation comes from train.
 """
 

@@ -1,8 +1,8 @@
-"""evaluate: exact bits/dim of every part and of the whole chain on all test images, beside what they must beat.
+"""evaluate: exact bits/dim of each part and of the whole chain on all test images, beside the baselines to beat.
 
-Images are scored in chunks of evaluate.batch_size, each written to its own Parquet file: a later start of the same
-attempt scores the rest. Who scores a chunk changes nothing. Nothing here grows with the number of images but one number
-for each image and stage.
+Images are scored in chunks of evaluate.batch_size, each written to its own Parquet file, so that a later launch of the
+same attempt scores only the rest. Results do not depend on which worker scores a chunk. Memory does not grow with the
+number of images, except for one number per image and stage.
 
     scores/<first>-<end>.parquet   key; of each stage nats: R, G, B of each slice that it answers for
                                    the first chunk also: STAGE/float32, STAGE/raw (below)

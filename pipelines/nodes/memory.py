@@ -1,4 +1,4 @@
-"""How much fits into a GPU's memory is asked, not predicted: try it, and try less after running out of memory."""
+"""Finds how much fits into a GPU's memory by trying it, and trying less after running out of memory."""
 
 from __future__ import annotations
 

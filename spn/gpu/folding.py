@@ -1,12 +1,12 @@
 """Weights of one decoder as the fused kernels read them (fused.py): folded, padded, normed, rounded once.
 
   folded      the paper's residual stream is linear between two gates, so what layer j adds to the gate of layer i is
-              one map (current . down_i . up_j), and inside a pixel one small product a layer is left to wait for.
+              one map (current . down_i . up_j); within a pixel, one small product per layer remains sequential.
               Recipe modern norms the stream and is decoded layer by layer;
-  mixed       what an attention adds to its stream goes on into the next product at once: W_2 (x + W_1 a) is
+  mixed       what an attention adds to its stream is also part of the next product: W_2 (x + W_1 a) is
               W_2 x + (W_2 W_1) a, both of which are there when the attention ends (paper; kernels.mix);
   padded      RGB groups are padded to one size, a multiple of 16 channels, so that every tile of a weight is aligned;
-  normed      a norm is a factor a row, applied after the product; its gain, and its mean, are in the weights.
+  normed      a norm is one factor per row, applied after the product; its gain and its mean are in the weights.
 
 V values, L PixelCNN layers, D attention width; P and R channels of one padded group of the convolutions and of the
 stream, G = 6 P channels of a gate: R, G, B, of each tanh and sigmoid.

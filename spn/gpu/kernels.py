@@ -1,13 +1,13 @@
 """Triton kernels of the fused sampler (fused.py): small products, each with what surrounds it, and the draw of a value.
-At the end one of training.
+The last kernel is for training.
 
 Sums are float32; weights, caches and what only products read are of one type, float32 or bfloat16.
 Weights lie as [out, in], so that a tile is read along its contiguous axis. B batch, T positions of a slice.
 
-With PDL (programmatic dependent launch) a program is there before the kernels ahead of it end. Until `_wait` it may
-read only what no kernel of a row writes: weights, biases, uniform numbers, given values, the number of the row (`mix`
-reads more, and says why it may). What it will read afterwards it asks into the L2 cache, which all programs share: what
-is written there since is right, too.
+With PDL (programmatic dependent launch) a kernel starts before the kernels ahead of it have finished. Until `_wait` it
+may read only what no kernel of a row writes: weights, biases, uniform numbers, given values, the number of the row
+(`mix` reads more, and says why it may). It prefetches what it will read afterwards into the L2 cache, which all
+programs share, so it also sees what is written there later.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ TINY = dict(resolutions=[8, 4], bits=[3, 8])
 
 @pytest.fixture
 def tiny(tmp_path: pathlib.Path) -> tuple:
-    """A finished data set without Ray, its columns but px, and its pixels by resolution: two shards of 23 rows in row
+    """A finished dataset without Ray, its columns but px, and its pixels by resolution: two shards of 23 rows in row
     groups of 10; every image was gray, one more is in quarantine."""
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -54,7 +54,7 @@ def mlflow_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Storage with a data set of config debug and one training that nothing interrupted, to compare others with."""
+    """Storage with a dataset of config debug and one training that nothing interrupted, to compare others with."""
     from toy import training
 
     storage = tmp_path_factory.mktemp("unbroken")

@@ -1,4 +1,4 @@
-"""Damage in a finished data set is seen and named.  pytest tests/data_prep/dataset/test_verify.py"""
+"""Damage in a finished dataset is seen and named.  pytest tests/data_prep/dataset/test_verify.py"""
 
 from __future__ import annotations
 

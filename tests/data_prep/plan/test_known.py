@@ -1,4 +1,4 @@
-"""Ids of published data sets belong to their pixels, and to all of them.  pytest tests/data_prep/plan/test_known.py"""
+"""Ids of published datasets belong to their pixels, and to all of them.  pytest tests/data_prep/plan/test_known.py"""
 
 from __future__ import annotations
 

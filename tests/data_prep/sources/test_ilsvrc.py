@@ -1,4 +1,4 @@
-"""ImageNet as tars, folders and Kaggle's archive gives one data set; labels come from whichever list is there.
+"""ImageNet as tars, folders and Kaggle's archive gives one dataset; labels come from whichever list is there.
 
 pytest tests/data_prep/sources/test_ilsvrc.py
 """

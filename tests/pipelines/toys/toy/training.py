@@ -118,7 +118,7 @@ def weights(attempt: Path) -> str:
 
 
 def copy_data(source: Path, target: Path) -> None:
-    """A run folder that has the data set of another one and nothing else."""
+    """A run folder that has the dataset of another one and nothing else."""
     shutil.copytree(source / "debug/nodes/prepare_data", target / "debug/nodes/prepare_data")
     shutil.copy(source / "debug/config.yaml", target / "debug/config.yaml")
 
