@@ -67,10 +67,7 @@ def main() -> None:
     variant, seconds = variants(size)[arguments.variant], arguments.seconds
     models = {}
     for state, _ in train_chain(train, variant, seconds=seconds, device=arguments.device):
-        model = SPN(state.model.config).to(arguments.device).eval()
-        with state.polyak.applied(state.model):
-            model.load_state_dict(state.model.state_dict())
-        models[model.config.stage] = model
+        models[state.model.config.stage] = state.ema
     what = {"data": f"{name} {size}x{size}", "variant": arguments.variant, "seconds": seconds}
     what["formats"] = sizes_of_formats(test[:500])
     for batch in arguments.batch:

@@ -166,7 +166,7 @@ def curve(job: Job, images: torch.Tensor, rank: int, num_workers: int) -> dict[s
     def evaluate() -> dict[str, float]:
         values, given = values_of(job.model, valid)
         with torch.autocast(valid.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-            nats = image_nats(state.model, values, given, slices=scored_slices(state.model, first_given=False)).sum()
+            nats = image_nats(state.ema, values, given, slices=scored_slices(state.ema, first_given=False)).sum()
         scores.append(bits_per_dim(float(nats), num_images=len(valid), image_size=job.model.image_size))
         return {"valid/bits_per_dim": scores[-1]}
 
@@ -197,7 +197,8 @@ def start(model_config: SPNConfig, config: TrainConfig, device: torch.device, *,
     """A fresh state, with equal weights on all workers and in all runs, and what its steps call."""
     torch.manual_seed(seed)
     model = SPN(model_config).to(device)
-    return TrainState.create(model, config), make_forward(model, config)
+    forward = make_forward(model, config)
+    return TrainState.create(model, config), forward
 
 
 def batches(

@@ -27,7 +27,6 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,10 +187,7 @@ def race(
     trained = train_chain(train, variant, seconds=seconds, seed=seed, device=device)
     models = {state.model.config.stage: state.model for state, _ in trained}
     raw = score(models, test)
-    with ExitStack() as averaged:
-        for state, _ in trained:
-            averaged.enter_context(state.polyak.applied(state.model))
-        scores = score(models, test)
+    scores = score({stage: state.ema for stage, (state, _) in zip(models, trained, strict=True)}, test)
     stages = {
         stage: {**record, "test_bits_per_dim_raw": float(raw[stage].mean()), **_mean(scores[stage])}
         for stage, (_, record) in zip(models, trained, strict=True)

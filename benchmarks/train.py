@@ -71,7 +71,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
     model = SPN(model_config).to(device)
     state = TrainState.create(model, train_config)
-    forward = speed_up(model, compiled=compiled, mode=train_config.compile_mode)
+    forward = speed_up(model, compiled=compiled)
     size = model_config.image_size
 
     def draw(num_values: int):
@@ -97,7 +97,6 @@ def measure(
     peak = peak_flops(card(device)["card"])
     return {
         **card(device),
-        "compile_mode": train_config.compile_mode if compiled else None,
         "batch": batch,
         "images_per_sec": batch / seconds,
         "accumulate": accumulate,

@@ -79,13 +79,12 @@ def main(arguments: list[str] | None = None) -> None:
         if step % 20 == 0:
             bits = bits_per_dim_estimate(sum(recent[-20:]), num_images=20 * 16, config=NETWORK)
             print(f"step {step:4} of {options.steps}: train/bits_per_dim {bits:.3f}", flush=True)
-    with state.polyak.applied(model.eval()):
-        test = crops(held_out, 32, torch.Generator().manual_seed(1))
-        nats = image_nats(model, test, None, slices=range(NETWORK.num_slices))
-        bits = bits_per_dim(float(nats.sum()), num_images=len(test), image_size=NETWORK.image_size)
-        print(f"valid/bits_per_dim {bits:.3f}, a uniform guess has {NETWORK.num_bits}", flush=True)
-        print("drawing 12 pictures of 32 x 32", flush=True)
-        drawn = sample_chain({"size_upscale": model}, seed=0, images=range(12))["size_upscale"]
+    test = crops(held_out, 32, torch.Generator().manual_seed(1))
+    nats = image_nats(state.ema, test, None, slices=range(NETWORK.num_slices))
+    bits = bits_per_dim(float(nats.sum()), num_images=len(test), image_size=NETWORK.image_size)
+    print(f"valid/bits_per_dim {bits:.3f}, a uniform guess has {NETWORK.num_bits}", flush=True)
+    print("drawing 12 pictures of 32 x 32", flush=True)
+    drawn = sample_chain({"size_upscale": state.ema}, seed=0, images=range(12))["size_upscale"]
     rows = torch.cat([crops(learned, 4, generator), drawn]).unflatten(0, (4, 4))  # [4 rows, 4 columns, 3, 32, 32]
     sheet = to_display(rows.permute(0, 3, 1, 4, 2).flatten(0, 1).flatten(1, 2), num_bits=NETWORK.num_bits)
     Image.fromarray(sheet.numpy().astype(np.uint8)).resize((512, 512), Image.Resampling.NEAREST).save(options.out)

@@ -22,11 +22,11 @@ from spn.model import SPN
 CONFIG, MODEL, EMA, TRAINER = "config.json", "model.safetensors", "ema.safetensors", "trainer.pt"
 
 
-def save_checkpoint(folder: Path, *, model: SPN, ema: Mapping[str, Tensor], trainer: Mapping[str, Any]) -> None:
+def save_checkpoint(folder: Path, *, model: SPN, ema: SPN, trainer: Mapping[str, Any]) -> None:
     """Write the four files of a checkpoint into an existing folder."""
     (folder / CONFIG).write_text(json.dumps({"model": asdict(model.config)}, indent=2) + "\n")
-    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, folder / MODEL)
-    save_file({k: v.contiguous() for k, v in ema.items()}, folder / EMA)
+    for network, file in ((model, MODEL), (ema, EMA)):
+        save_file({k: v.contiguous() for k, v in network.state_dict().items()}, folder / file)
     torch.save(dict(trainer), folder / TRAINER)
 
 

@@ -18,7 +18,6 @@ SCHEDULES = ("piecewise", "cosine", "linear")
 SLICES = ("all", "first")
 PRECISIONS = ("float32", "bfloat16")
 DECODERS = ("auto", "fused", "plain", "jacobi")  # of sampling
-COMPILE_MODES = ("default", "tuned", "max_autotune")
 
 
 def execution(default: Any) -> Any:
@@ -174,7 +173,6 @@ class TrainConfig:
     horizontal_flip: bool = False
     precision: str = "float32"  # bfloat16: products, streams, logits; weights, softmax and loss stay float32
     compile: bool = execution(False)  # torch.compile: about a minute at the start, much faster steps on a GPU
-    compile_mode: str = execution("default")  # tuned, max_autotune: the compiler tries out more, for minutes
     recompute_activations: bool = execution(False)  # a third more work, a fraction of the memory
     init_from: str | None = None  # path or URI of a checkpoint folder whose averaged weights training starts from
     eval_every_steps: int = 1000
@@ -187,7 +185,6 @@ class TrainConfig:
         _one_of("schedule", self.schedule, SCHEDULES)
         _one_of("slices", self.slices, SLICES)
         _one_of("precision", self.precision, PRECISIONS)
-        _one_of("compile_mode", self.compile_mode, COMPILE_MODES)
         _at_least(self, 1, "num_steps", "batch_size", "micro_batch_size", "num_valid_images")
         _at_least(self, 1, "eval_every_steps", "checkpoint_every_steps", "log_every_steps")
         _at_least(self, 0, "epsilon", "weight_decay", "warmup_steps", "adamw_learning_rate")

@@ -104,47 +104,22 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-class Together:
-    """Several optimisers over disjoint parameters, used as one."""
-
-    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-        self.optimizers = optimizers
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {str(i): optimizer.state_dict() for i, optimizer in enumerate(self.optimizers)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for i, optimizer in enumerate(self.optimizers):
-            optimizer.load_state_dict(state[str(i)])
-
-
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer | Together:
-    """The optimiser that the configuration names, over all parameters."""
+def make_optimizers(model: nn.Module, config: TrainConfig) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimiser that the configuration names; muon: with an AdamW for what it does not train."""
     params = list(model.parameters())
     if config.optimizer == "rmsprop":
-        return TFRMSProp(
-            params, lr=config.learning_rate, momentum=config.momentum, decay=config.decay, epsilon=config.epsilon
+        return (
+            TFRMSProp(
+                params, lr=config.learning_rate, momentum=config.momentum, decay=config.decay, epsilon=config.epsilon
+            ),
         )
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices = [p for p in params if p.ndim >= 2 and id(p) not in tables]
     others = [p for p in params if p.ndim < 2 or id(p) in tables]  # norm gains, biases, embeddings: not decayed
     if config.optimizer == "adamw":
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(
-            groups, lr=config.learning_rate, betas=(config.momentum, config.decay), eps=config.epsilon
-        )
+        betas = (config.momentum, config.decay)
+        return (torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon),)
     head = {id(p) for name, p in model.named_parameters() if name.startswith("decoder.head.")}
     hidden = [p for p in matrices if id(p) not in head]  # logits are no hidden units: their map learns as embeddings do
     others += [p for p in matrices if id(p) in head]
@@ -160,7 +135,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     )
     for group in adamw.param_groups:
         group["lr_scale"] = config.adamw_learning_rate / config.learning_rate  # one schedule for both
-    return Together(muon, adamw)
+    return muon, adamw
 
 
 def _stacked_maps(model: nn.Module) -> dict[Tensor, int]:

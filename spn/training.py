@@ -7,6 +7,7 @@ B batch, H W image, S scaling factor.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from spn.config import SPNConfig, TrainConfig
 from spn.model import SPN, nll_nats
-from spn.optimizers import Together, make_optimizer
+from spn.optimizers import make_optimizers
 from spn.ordering import image_to_slices, target_slices
 
 
@@ -50,35 +51,14 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return rate
 
 
-class Polyak:
-    """Exponential moving average of the weights, from their initial values (tf.train.ExponentialMovingAverage)."""
-
-    def __init__(self, model: nn.Module, *, decay: float, warmup: bool) -> None:
-        self.decay, self.warmup = decay, warmup
-        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    @torch.no_grad()
-    def update(self, model: nn.Module, *, num_updates: int) -> None:
-        """After optimiser step number `num_updates` (from 1): shadow <- shadow - (1 - decay)(shadow - weight)."""
-        decay = min(self.decay, (1 + num_updates) / (10 + num_updates)) if self.warmup else self.decay
-        weights = [p.detach() for _, p in model.named_parameters()]
-        torch._foreach_lerp_(list(self.shadow.values()), weights, 1 - decay)
-
-    @contextlib.contextmanager
-    def applied(self, model: nn.Module) -> Iterator[None]:
-        """Within the block the model holds the averaged weights; its own come back afterwards, bit for bit."""
-        own = {name: p.detach().clone() for name, p in model.named_parameters()}
-        self._copy(model, self.shadow)
-        try:
-            yield
-        finally:
-            self._copy(model, own)
-
-    @staticmethod
-    @torch.no_grad()
-    def _copy(model: nn.Module, weights: dict[str, Tensor]) -> None:
-        for name, p in model.named_parameters():
-            p.copy_(weights[name])
+@torch.no_grad()
+def update_ema(ema: nn.Module, model: nn.Module, config: TrainConfig, *, num_updates: int) -> None:
+    """After optimiser step number `num_updates` (from 1): ema <- ema - (1 - decay)(ema - weight), for each weight, as
+    tf.train.ExponentialMovingAverage does, with its warm-up if `polyak_warmup`."""
+    decay = config.polyak_decay
+    if config.polyak_warmup:
+        decay = min(decay, (1 + num_updates) / (10 + num_updates))
+    torch._foreach_lerp_(list(ema.parameters()), [p.detach() for p in model.parameters()], 1 - decay)
 
 
 class NonFiniteLoss(RuntimeError):
@@ -110,19 +90,21 @@ class TrainState:
     """All that resuming needs, beside the data position, which is step * batch_size."""
 
     model: SPN
-    optimizer: torch.optim.Optimizer | Together
-    polyak: Polyak
+    ema: SPN  # Polyak average of the weights, from their initial values: a network of its own, for evaluation only
+    optimizers: Sequence[torch.optim.Optimizer]
     step: int = 0
     finite: FiniteCheck | None = None  # of the last step, until it is read
 
     @classmethod
     def create(cls, model: SPN, config: TrainConfig) -> TrainState:
-        polyak = Polyak(model, decay=config.polyak_decay, warmup=config.polyak_warmup)
-        return cls(model, make_optimizer(model, config), polyak)
+        """Of a network that stands on its device in its fast forms, since the average is a copy of it."""
+        ema = copy.deepcopy(model).eval().requires_grad_(False)
+        return cls(model, ema, make_optimizers(model, config))
 
     def trainer_dict(self) -> dict[str, Any]:
         """Contents of trainer.pt: plain containers and tensors only."""
-        state = {"step": self.step, "optimizer": self.optimizer.state_dict(), "rng": torch.get_rng_state()}
+        optimizers = {str(number): optimizer.state_dict() for number, optimizer in enumerate(self.optimizers)}
+        state = {"step": self.step, "optimizer": optimizers, "rng": torch.get_rng_state()}
         if torch.cuda.is_available():
             state["cuda_rng"] = torch.cuda.get_rng_state()
         return state
@@ -136,17 +118,17 @@ class TrainState:
     def start_from(self, weights: dict[str, Tensor]) -> None:
         """Begin at given weights instead of random ones; the average begins there too."""
         self.model.load_state_dict(weights)
-        with torch.no_grad():
-            for name, p in self.model.named_parameters():
-                self.polyak.shadow[name].copy_(p)
+        self.ema.load_state_dict(weights)
 
     def load(self, *, weights: dict[str, Tensor], ema: dict[str, Tensor], trainer: dict[str, Any]) -> None:
         """Go on where a checkpoint left off."""
         self.model.load_state_dict(weights)
-        with torch.no_grad():
-            for name, shadow in self.polyak.shadow.items():
-                shadow.copy_(ema[name])
-        self.optimizer.load_state_dict(trainer["optimizer"])
+        self.ema.load_state_dict(ema)
+        saved = trainer["optimizer"]
+        if "0" not in saved:  # a single optimiser as earlier versions saved it
+            saved = {"0": saved}
+        for number, optimizer in enumerate(self.optimizers):
+            optimizer.load_state_dict(saved[str(number)])
         self.step = trainer["step"]
         torch.set_rng_state(trainer["rng"])
         if "cuda_rng" in trainer and torch.cuda.is_available():
@@ -203,12 +185,13 @@ def train_step(
     )
     if device.type == "cpu":
         state.check()
-    for group in state.optimizer.param_groups:
-        group["lr"] = learning_rate(config, state.step) * group.get("lr_scale", 1.0)
-    state.optimizer.step()
-    state.optimizer.zero_grad(set_to_none=True)
+    for optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, state.step) * group.get("lr_scale", 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
     state.step += 1
-    state.polyak.update(state.model, num_updates=state.step)
+    update_ema(state.ema, state.model, config, num_updates=state.step)
     return total, grad_norm
 
 
@@ -218,7 +201,7 @@ def fit(
     config: TrainConfig,
     batches: Iterator[Sequence[Batch]],  # this worker's micro-batches of each optimiser step, from state.step on
     forward: Callable[..., Tensor],  # the model, or a wrapper of it
-    evaluate: Callable[[], dict[str, float]],  # exact validation scores of the model's present weights, by name
+    evaluate: Callable[[], dict[str, float]],  # exact validation scores of state.ema, by name
     on_log: Callable[[int, dict[str, float]], None],
     on_checkpoint: Callable[[TrainState, dict[str, float]], None],
     on_step: Callable[[int], None] = lambda step: None,
@@ -252,7 +235,7 @@ def fit(
                 step,
                 {
                     "train/bits_per_dim": estimate,
-                    "train/lr": state.optimizer.param_groups[0]["lr"],
+                    "train/lr": state.optimizers[0].param_groups[0]["lr"],
                     "train/grad_norm": float(grad_norm),
                     "train/slices_per_sec": steps * config.batch_size / seconds,
                     "train/data_wait": waited / seconds,  # share of the time; a GPU works on meanwhile
@@ -262,10 +245,7 @@ def fit(
             nats, num_images, steps, waited, started = none, 0, 0, 0.0, time.perf_counter()
         if step % config.eval_every_steps == 0 or finished:
             paused = time.perf_counter()
-            with state.polyak.applied(model):
-                model.eval()
-                score = {**evaluate(), "images_seen": step * config.batch_size}
-                model.train()
+            score = {**evaluate(), "images_seen": step * config.batch_size}
             on_log(step, score)
             if step % config.checkpoint_every_steps == 0 or finished:
                 on_checkpoint(state, score)

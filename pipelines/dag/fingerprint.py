@@ -39,13 +39,17 @@ SAME_RESULTS: dict[str, str] = {
     "c42741819c846d91": "122b6cf6fe801dc5",  # pipelines.nodes.evaluate
     "d819bbf57dbcb810": "f49d6b24ee1a205e",  # pipelines.nodes.images
     "dc964f640ecfd330": "728bb0a8ed644dd9",  # pipelines.nodes.report
-    "d063596f69a87e71": "8a81c3de44809aaf",  # pipelines.nodes.train
+    "d321128eea8f32c6": "8a81c3de44809aaf",  # pipelines.nodes.train
     "51f00d3beac18b33": "d45150094715133a",  # pipelines.nodes.trained
+    "46de99f1965e5c0b": "a458ba45294ab503",  # spn.checkpoint
+    "d89380a979eb66d8": "f4bb1f5d039fe460",  # spn.config
     "4f45c91121e21824": "87ddf5e4c0b3bc58",  # spn.decoding.incremental
     "bc408b81bc952317": "6e2ff840702101ab",  # spn.gpu.folding
-    "bf88c8d147ba6956": "373ef72168f40160",  # spn.gpu.training
+    "7a0bb563071e1afe": "373ef72168f40160",  # spn.gpu.training
     "4f83d32eae4f9a02": "59001b8749e32e25",  # spn.layers
     "7c29986cf09cbd64": "018ef26db86a07f6",  # spn.model
+    "de413ac009ac67e4": "2d995974c127f105",  # spn.optimizers
+    "d5bc813e5e29f2db": "c2695a8cdee36f94",  # spn.training
 }
 _MAX_CHANGES = 4  # named in an explanation; the rest is counted
 

@@ -182,6 +182,7 @@ def train_worker(context: NodeContext[TrainNodeConfig], recorded: int | None) ->
     model = SPN(node.model).to(device)
     if config.recompute_activations:
         recompute_activations(model)
+    forward = make_forward(model, config)
     state = TrainState.create(model, config)
     history: list[dict[str, float]] = []
     checkpoint = ray.train.get_checkpoint()
@@ -190,7 +191,6 @@ def train_worker(context: NodeContext[TrainNodeConfig], recorded: int | None) ->
             history = resume(state, Path(folder), device)
     elif node.init_from is not None:
         state.start_from(start_weights_of(node.init_from, node.model))
-    forward = make_forward(model, config)
     share = config.batch_size // num_workers
     if (micro_batch_size := recorded) is None:
         micro_batch_size = find_micro_batch(model, forward, config, share=share, trying=device.type == "cuda")
@@ -200,7 +200,7 @@ def train_worker(context: NodeContext[TrainNodeConfig], recorded: int | None) ->
     recorder = Recorder(context, state, history, note=note)
 
     def evaluate() -> dict[str, float]:
-        scores = valid.bits_per_dim(model)
+        scores = valid.bits_per_dim(state.ema)
         recorder.draw(valid)
         return scores
 
@@ -262,9 +262,7 @@ class Recorder:
         with tempfile.TemporaryDirectory() as folder:
             if self.is_first:
                 with naming_full_disk(folder):
-                    save_checkpoint(
-                        Path(folder), model=state.model, ema=state.polyak.shadow, trainer=state.trainer_dict()
-                    )
+                    save_checkpoint(Path(folder), model=state.model, ema=state.ema, trainer=state.trainer_dict())
                     (Path(folder) / HISTORY).write_text(json.dumps(self.history))
                     ray_compat.seal_checkpoint(open_store(folder), metrics)
             with naming_full_disk(self.context.out):
@@ -281,10 +279,9 @@ class Recorder:
         if not self.is_first or samples is None or not samples.due(step, **steps):
             return
         try:
-            image = to_image(valid.pixels[: samples.num_images], next(self.state.model.parameters()).device)
-            picture = samples.picture(
-                self.state.model, image, stored_bits=node.stored_bits, precision=node.train.precision
-            )
+            model = self.state.ema
+            image = to_image(valid.pixels[: samples.num_images], next(model.parameters()).device)
+            picture = samples.picture(model, image, stored_bits=node.stored_bits, precision=node.train.precision)
             self.run.log_image(picture, key=SAMPLES, step=step)
         except Exception as error:  # it is for people alone: the training goes on
             warnings.warn(f"no picture of samples at step {step:,}: {error}", stacklevel=1)
@@ -307,7 +304,7 @@ def make_forward(model: nn.Module, config: TrainConfig) -> Callable[..., Tensor]
         # By default the compiler cuts the graph into pieces, so that the exchange begins before the backward pass ends.
         # Once in a whole optimiser step that saves less than the cuts cost in every micro-batch.
         torch._dynamo.config.optimize_ddp = False
-        forward = speed_up(model, compiled=config.compile, mode=config.compile_mode)
+        forward = speed_up(model, compiled=config.compile)
     is_shared = dist.is_initialized() and dist.get_world_size() > 1
     return DistributedDataParallel(forward) if is_shared else forward
 

@@ -33,12 +33,6 @@ MEMORY_PARTS = 16  # of the positions that attend to learned rows, so that the b
 # here also the heads of attention and the streams [B, h, w, C], whose last axis it takes for a width. All of them were
 # transposed before and after each use. The convolutions need no help: what they read lies channels last already.
 OPTIONS = {"layout_optimization": False}
-# What the compiler tries out on the GPU at the start of a training, more and more of it (config.COMPILE_MODES).
-MODES: dict[str, dict[str, Any]] = {
-    "default": {},
-    "tuned": {"coordinate_descent_tuning": True},  # block sizes of the kernels that it writes itself
-    "max_autotune": {"coordinate_descent_tuning": True, "max_autotune": True},  # also products by kernels of its own
-}
 # The compiler keeps whole graphs on the disk only if it knows that nothing outside of them decides what their functions
 # do, which holds for these. Otherwise it keeps no more than the kernels, and each start traces all gradients again.
 CACHEABLE: dict[str, Any] = {
@@ -50,10 +44,10 @@ CACHEABLE: dict[str, Any] = {
 }
 
 
-def speed_up(model: nn.Module, *, compiled: bool = False, mode: str = "default") -> Callable[..., Tensor]:
+def speed_up(model: nn.Module, *, compiled: bool = False) -> Callable[..., Tensor]:
     """Gives the network its fast forms, in place, and returns what a training step calls instead of it.
 
-    compiled: the network through torch.compile, compiled at the first call for each shape of a batch; mode: of MODES.
+    compiled: the network through torch.compile, compiled at the first call for each shape of a batch.
     """
     for module in model.modules():
         module.__class__ = FAST_FORMS.get(type(module), type(module))
@@ -62,7 +56,7 @@ def speed_up(model: nn.Module, *, compiled: bool = False, mode: str = "default")
     from torch._inductor import config
 
     kept = {name: value for name, value in CACHEABLE.items() if hasattr(config, name)}  # not in older versions
-    return torch.compile(model, options={**OPTIONS, **MODES[mode], **kept})
+    return torch.compile(model, options={**OPTIONS, **kept})
 
 
 # ---- sums ---------------------------------------------------------------------------------------------------------

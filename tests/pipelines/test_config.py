@@ -311,7 +311,7 @@ def test_what_decides_no_result_is_in_no_fingerprint() -> None:
 
 RESOURCES = {"resources"}
 DECIDES_NOTHING = {  # an addition lets changed results be skipped, so it needs a reason that is more than speed
-    TrainConfig: {"micro_batch_size", "compile", "compile_mode", "recompute_activations", "log_every_steps"},
+    TrainConfig: {"micro_batch_size", "compile", "recompute_activations", "log_every_steps"},
     SPNConfig: set(),
     DecoderConfig: set(),
     EmbedderConfig: set(),

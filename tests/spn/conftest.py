@@ -263,8 +263,8 @@ def snapshot() -> Callable[[TrainState], dict[str, Tensor]]:
 
     def take(state: TrainState) -> dict[str, Tensor]:
         tensors = {f"weight/{name}": p for name, p in state.model.state_dict().items()}
-        tensors |= {f"ema/{name}": p for name, p in state.polyak.shadow.items()}
-        for each in getattr(state.optimizer, "optimizers", [state.optimizer]):
+        tensors |= {f"ema/{name}": p for name, p in state.ema.state_dict().items()}
+        for each in state.optimizers:
             for number, entry in each.state_dict()["state"].items():
                 tensors |= {f"{type(each).__name__}/{number}/{name}": value for name, value in entry.items()}
         return {name: t.detach().clone() for name, t in tensors.items()}

@@ -63,7 +63,7 @@ def finish(tmp_path_factory: pytest.TempPathFactory, randomised) -> Callable[...
             torch.manual_seed(seed)
             models[stage] = randomised(SPN(stage_model_config(config, stage)), seed).float()
             folder = tmp_path_factory.mktemp("checkpoint")
-            save_checkpoint(folder, model=models[stage], ema=models[stage].state_dict(), trainer={})
+            save_checkpoint(folder, model=models[stage], ema=models[stage], trainer={})
             files[train_node(stage)] = {f"checkpoint/{file.name}": file.read_bytes() for file in folder.iterdir()}
         store = open_store(storage / "debug")
         seal(plan(pipeline.nodes(config), store, sources=pipeline.SOURCES), files)

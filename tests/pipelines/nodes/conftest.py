@@ -26,7 +26,7 @@ def networks(tiny_spn: Callable[..., Any], tmp_path_factory: pytest.TempPathFact
         model = tiny_spn(stage, seed=seed, **common, num_given_bits=3 if stage == "depth_upscale" else 0).float()
         folder = tmp_path_factory.mktemp(stage)
         (folder / "step-1").mkdir()
-        save_checkpoint(folder / "step-1", model=model, ema=model.state_dict(), trainer={})
+        save_checkpoint(folder / "step-1", model=model, ema=model, trainer={})
         for file in (folder / "step-1").iterdir():
             if f"checkpoint/{file.name}" not in WEIGHTS:
                 file.unlink()

@@ -144,14 +144,13 @@ def test_results(networks, dataset, exact, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_raw_weights_are_those_of_the_last_step(tiny_spn, tmp_path: Path) -> None:
-    model = tiny_spn("first_slice", seed=0, image_size=SIDE, scaling_factor=2).float()
-    averaged = {name: 2 * value for name, value in model.state_dict().items()}
+    model, ema = (tiny_spn("first_slice", seed=s, image_size=SIDE, scaling_factor=2).float() for s in (0, 1))
     (tmp_path / "step-1").mkdir()
-    save_checkpoint(tmp_path / "step-1", model=model, ema=averaged, trainer={})
+    save_checkpoint(tmp_path / "step-1", model=model, ema=ema, trainer={})
     inputs = {"train_first_slice": NodeOutput(str(tmp_path), {"checkpoint": "step-1"}, "attempt")}
-    for which, weights in ((True, averaged), (False, model.state_dict())):
+    for which, network in ((True, ema), (False, model)):
         found = load_stages(inputs, ["first_slice"], averaged=which, device="cpu")["first_slice"].state_dict()
-        assert all(torch.equal(found[name], value) for name, value in weights.items())
+        assert all(torch.equal(found[name], value) for name, value in network.state_dict().items())
 
 
 # ---- --compare ------------------------------------------------------------------------------------------------------

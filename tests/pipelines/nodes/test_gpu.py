@@ -79,7 +79,7 @@ def test_a_worker_draws_as_many_images_at_once_as_it_found(
     decoder = dict(num_attn_layers=2, num_attn_heads=8, attn_head_dim=64)
     model = tiny_spn("first_slice", seed=0, image_size=64, scaling_factor=2, num_bits=3, decoder=decoder).float()
     (tmp_path / "checkpoint").mkdir()
-    save_checkpoint(tmp_path / "checkpoint", model=model, ema=model.state_dict(), trainer={})
+    save_checkpoint(tmp_path / "checkpoint", model=model, ema=model, trainer={})
     config = DrawingConfig(
         stages=("first_slice",),
         num_images=1024,

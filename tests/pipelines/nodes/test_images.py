@@ -435,7 +435,7 @@ def test_what_is_given_is_kept_bit_for_bit_in_every_draw(use, side, networks, tm
 def test_first_rows_are_kept_bit_for_bit_by_a_baseline(tiny_spn, tmp_path, ray_in_this_process):
     model = tiny_spn("baseline", seed=0, image_size=8, scaling_factor=1, num_bits=6).float()
     (tmp_path / "checkpoint").mkdir()
-    save_checkpoint(tmp_path / "checkpoint", model=model, ema=model.state_dict(), trainer={})
+    save_checkpoint(tmp_path / "checkpoint", model=model, ema=model, trainer={})
     trained = {"train_baseline": NodeOutput(str(tmp_path), {"checkpoint": "checkpoint"}, "a")}
     given = np.random.default_rng(0).integers(0, 64, (1, 8, 8, 3), dtype=np.uint8)
     own = UserImages("sample_images", ("a",), given, 6, ("baseline",))

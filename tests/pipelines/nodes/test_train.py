@@ -484,7 +484,7 @@ def test_a_full_disk_is_named_by_the_worker_that_writes_a_checkpoint(
 def checkpoint(folder: Path, config: SPNConfig) -> Path:
     model = SPN(config)
     folder.mkdir()
-    save_checkpoint(folder, model=model, ema=dict(model.named_parameters()), trainer={})
+    save_checkpoint(folder, model=model, ema=model, trainer={})
     return folder
 
 

@@ -54,25 +54,26 @@ def test_training_starts_from_another_runs_averaged_weights(tiny_config, tmp_pat
     config = tiny_config("size_upscale", image_size=8, scaling_factor=2)
     torch.manual_seed(1)
     theirs = SPN(config)
-    averaged = {name: p.detach() + 1 for name, p in theirs.named_parameters()}
-    save_checkpoint(tmp_path, model=theirs, ema=averaged, trainer={})
+    average = SPN(config)
+    averaged = dict(average.named_parameters())
+    save_checkpoint(tmp_path, model=theirs, ema=average, trainer={})
     torch.manual_seed(2)
     state = TrainState.create(SPN(config), TrainConfig())
     check_start(tmp_path, config)
     state.start_from(load_weights(tmp_path, averaged=True))
     for name, p in state.model.named_parameters():
-        assert torch.equal(p, averaged[name]) and torch.equal(state.polyak.shadow[name], averaged[name]), name
+        assert torch.equal(p, averaged[name]) and torch.equal(state.ema.get_parameter(name), averaged[name]), name
     assert state.step == 0
     with torch.no_grad():
         next(state.model.parameters()).add_(1)  # the average is a copy, not the weights themselves
     name, p = next(iter(state.model.named_parameters()))
-    assert not torch.equal(p, state.polyak.shadow[name])
+    assert not torch.equal(p, state.ema.get_parameter(name))
 
 
 def test_weights_of_another_network_are_refused_by_what_differs(tiny_config, tmp_path):
     config = tiny_config("size_upscale", image_size=8, scaling_factor=2)
     model = SPN(config)
-    save_checkpoint(tmp_path, model=model, ema=dict(model.named_parameters()), trainer={})
+    save_checkpoint(tmp_path, model=model, ema=model, trainer={})
     for change in ({"num_bits": 3}, {"image_size": 16}):
         other = dataclasses.replace(config, **change)
         with pytest.raises(ValueError, match=f"^{next(iter(change))} is"):

@@ -118,7 +118,7 @@ def test_gradient_clipping(network, settings, make_batch):
         model = network("size_upscale", 2)
         state = TrainState.create(model, settings(grad_clip=limit))
         used = []
-        state.optimizer.register_step_pre_hook(
+        state.optimizers[0].register_step_pre_hook(
             lambda *_: used.append(torch.cat([p.grad.flatten() for p in model.parameters()]))  # noqa: B023
         )
         _, norm = train_step(state, [make_batch(model, 0, 4)], config=settings(grad_clip=limit), forward=model)
@@ -148,7 +148,7 @@ def test_bfloat16_autocast_has_a_float32_loss(stage, scaling_factor, network, mo
         state = TrainState.create(model.train(), config)
         torch.manual_seed(0)
         grads = []
-        state.optimizer.register_step_pre_hook(
+        state.optimizers[0].register_step_pre_hook(
             lambda *_: grads.extend(p.grad.dtype for p in model.parameters())  # noqa: B023
         )
         nats, _ = train_step(state, [make_batch(model, 0, 8)], config=config, forward=model)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from spn.config import TrainConfig
-from spn.optimizers import TFRMSProp, make_optimizer
-from spn.training import Polyak, TrainState, learning_rate, train_step
+from spn.optimizers import TFRMSProp, make_optimizers
+from spn.training import TrainState, learning_rate, train_step, update_ema
 from tests.spn.whole_images import logits_of, target_of
 
 STAGES = [("baseline", 1), ("first_slice", 2), ("size_upscale", 2), ("depth_upscale", 2)]
@@ -98,7 +98,7 @@ def test_train_step_is_rmsprop_on_the_mean_nll(stage, scaling_factor, tiny_spn, 
         torch.testing.assert_close(weights, expected[-1], rtol=1e-9, atol=1e-9)
         decay = min(0.9, (2 + step) / (11 + step))
         shadow = decay * shadow + (1 - decay) * weights
-        torch.testing.assert_close(torch.cat([s.flatten() for s in state.polyak.shadow.values()]), shadow)
+        torch.testing.assert_close(torch.cat([p.flatten() for p in state.ema.parameters()]), shadow)
     assert sum(g.abs().max() > 1e-6 for g in grads) == 3
 
 
@@ -108,7 +108,7 @@ def test_train_step_is_rmsprop_on_the_mean_nll(stage, scaling_factor, tiny_spn, 
 def test_make_optimizer_covers_every_weight_once(network, settings):
     model = network("depth_upscale", 2)
     for name, kind in (("rmsprop", TFRMSProp), ("adamw", torch.optim.AdamW)):
-        optimizer = make_optimizer(model, settings(optimizer=name, weight_decay=0.1))
+        (optimizer,) = make_optimizers(model, settings(optimizer=name, weight_decay=0.1))
         assert type(optimizer) is kind
         held = [id(p) for group in optimizer.param_groups for p in group["params"]]
         assert sorted(held) == sorted(id(p) for p in model.parameters())
@@ -117,7 +117,7 @@ def test_make_optimizer_covers_every_weight_once(network, settings):
 def test_weight_decay_spares_norms_biases_and_embeddings(network, settings):
     """With all gradients zero AdamW moves exactly what is decayed: matrices, not gains, biases or embedding tables."""
     model = network("depth_upscale", 2)
-    optimizer = make_optimizer(model, settings(optimizer="adamw", weight_decay=0.5, learning_rate=0.1))
+    (optimizer,) = make_optimizers(model, settings(optimizer="adamw", weight_decay=0.5, learning_rate=0.1))
     tables = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
     assert len(tables) == 4
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -164,7 +164,7 @@ def test_train_step_uses_the_rate_of_its_step(network, settings, make_batch):
         model = network("baseline", 1)
         config = settings(optimizer=name, lr_boundaries=[1, 3], lr_values=[1e-3, 1e-4], warmup_steps=2)
         state, seen = TrainState.create(model, config), []
-        state.optimizer.register_step_pre_hook(lambda opt, *_: seen.append([g["lr"] for g in opt.param_groups]))  # noqa: B023
+        state.optimizers[0].register_step_pre_hook(lambda opt, *_: seen.append([g["lr"] for g in opt.param_groups]))  # noqa: B023
         for batch in (make_batch(model, s, 2) for s in range(5)):
             train_step(state, [batch], config=config, forward=model)
         assert [rates[0] for rates in seen] == [5e-3, 1e-3, 1e-3, 1e-4, 1e-4]
@@ -179,44 +179,26 @@ def test_polyak_is_the_recurrence(warmup):
     """From the initial weights, not from zero; with warm-up the decay is min(decay, (1 + n) / (10 + n))."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2, dtype=torch.float64)
-    polyak = Polyak(model, decay=0.8, warmup=warmup)
+    ema, config = copy.deepcopy(model), TrainConfig(polyak_decay=0.8, polyak_warmup=warmup)
     expected = [p.detach().clone() for p in model.parameters()]
-    assert all(torch.equal(s, e) for s, e in zip(polyak.shadow.values(), expected, strict=True))
     for n in range(1, 60):
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(torch.randn_like(p))
-        polyak.update(model, num_updates=n)
+        update_ema(ema, model, config, num_updates=n)
         decay = min(0.8, (1 + n) / (10 + n)) if warmup else 0.8
         assert (decay < 0.8) == (warmup and n < 35)
         expected = [s - (1 - decay) * (s - p.detach()) for s, p in zip(expected, model.parameters(), strict=True)]
-        for shadow, wanted in zip(polyak.shadow.values(), expected, strict=True):
-            torch.testing.assert_close(shadow, wanted, rtol=1e-12, atol=1e-12)
+        for average, wanted in zip(ema.parameters(), expected, strict=True):
+            torch.testing.assert_close(average.detach(), wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_averaged_weights_are_applied_and_taken_back_bit_for_bit(fails, network, assert_bitwise):
-    model = network("size_upscale", 2)
-    polyak = Polyak(model, decay=0.5, warmup=False)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p))
-    polyak.update(model, num_updates=1)
-    own = {name: p.detach().clone() for name, p in model.named_parameters()}
-    shadow = {name: s.clone() for name, s in polyak.shadow.items()}
-    places = [p.data_ptr() for p in model.parameters()]
-
-    def block() -> None:
-        with polyak.applied(model):
-            assert_bitwise({name: p.detach() for name, p in model.named_parameters()}, shadow)
-            if fails:
-                raise KeyError("inside")
-
-    if fails:
-        with pytest.raises(KeyError, match="inside"):
-            block()
-    else:
-        block()
-    assert_bitwise({name: p.detach() for name, p in model.named_parameters()}, own)
-    assert_bitwise(polyak.shadow, shadow)
-    assert places == [p.data_ptr() for p in model.parameters()]  # the optimiser's parameters are still these
+def test_the_average_begins_at_the_weights_and_is_no_part_of_training(network, settings, make_batch, assert_bitwise):
+    """A network of its own, in evaluation mode, whose score leaves the trained network as it is."""
+    model, config = network("size_upscale", 2, dropout=0.1).train(), settings()
+    state = TrainState.create(model, config)
+    assert_bitwise(state.ema.state_dict(), model.state_dict())
+    assert not any(p.requires_grad for p in state.ema.parameters())
+    train_step(state, [make_batch(model, 0, 2)], config=config, forward=model)
+    assert {p.data_ptr() for p in state.ema.parameters()}.isdisjoint(p.data_ptr() for p in model.parameters())
+    assert all(m.training for m in model.modules()) and not any(m.training for m in state.ema.modules())
