@@ -52,6 +52,7 @@ SAME_RESULTS: dict[str, str] = {
     "d5bc813e5e29f2db": "c2695a8cdee36f94",  # spn.training
 }
 _MAX_CHANGES = 4  # named in an explanation; the rest is counted
+_MAX_CHARS = 200  # of a value in it: one is a whole configuration
 
 
 @dataclass(frozen=True)
@@ -201,9 +202,10 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _change(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    if key in old:
-        return f"{key} {old[key]} -> {new[key]}" if key in new else f"{key} is gone"
-    return f"{key} = {new[key]} is new"
+    if key in old and key in new:
+        change = f"{old[key]} -> {new[key]}"
+        return f"{key} {change}" if len(change) < _MAX_CHARS else key
+    return f"{key} is gone" if key in old else f"{key} = {str(new[key])[:_MAX_CHARS]} is new"
 
 
 def _some(names: list[str]) -> str:

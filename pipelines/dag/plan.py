@@ -73,8 +73,8 @@ def plan(
     """Compares every node's ingredients with the outputs on storage and decides. Writes nothing.
 
     nodes: in an order in which they can run. sources: whose code enters the fingerprints. only: consider exactly these
-    nodes. rerun: a new attempt of these even if up to date. start_from: a new attempt of these and of all nodes
-    downstream. keep: adopt their newest output whatever has changed.
+    nodes. rerun: a new attempt of these even if up to date, or their newest one continued if it was interrupted.
+    start_from: the same of these and of all nodes downstream. keep: adopt their newest output whatever has changed.
     Raises UserError for names that are no nodes and for --only without the inputs that it needs.
     """
     asked = requested(nodes, only=only, rerun=rerun, keep=keep, start_from=start_from)
@@ -129,7 +129,11 @@ def decide(node: Node, upstream: Mapping[str, Success], plan: Plan) -> Decision:
         reason = f"{_up_to_date(current, upstream)}; {node.unreadable}"
         return Decision(node, SKIP, reason, current.fingerprint, current.ingredients, success=current)
     if node.name in plan.rerun:
-        return Decision(node, RUN, f"requested by {plan.rerun[node.name]}", **facts)
+        reason, newest = f"requested by {plan.rerun[node.name]}", here[0] if here else None
+        if newest is None or newest.state != "interrupted":
+            return Decision(node, RUN, reason, **facts)
+        reason += f"; attempt {newest.attempt} was interrupted; continues it"
+        return Decision(node, RUN, reason, attempt=newest.attempt, **facts)
     if current := next(attempts.intact(store, here), None):
         return Decision(node, SKIP, _up_to_date(current, upstream), success=current, **facts)
     if node.name in plan.keep:

@@ -37,20 +37,19 @@ def lines(plan: Plan) -> list[str]:
 
 
 def _row(decision: Decision, plan: Plan, holder: Mapping[str, Any] | None) -> tuple[str, ...]:
-    name, success = decision.node.name, decision.success
-    if decision.action in (SKIP, KEEP) and success is not None:
-        shown = (success.mlflow_run_id or "-", success.fingerprint, attempts.age(success.finished))
-        return (name, "up to date", *shown, "skips it")
-    past = attempts.history(plan.store, name)
+    name, success, past = decision.node.name, decision.success, attempts.history(plan.store, decision.node.name)
     if not past:
         return (name, "not made", "-", "-", "-", f"runs it: {decision.reason}")
     newest, waits = past[0], decision.action == WAIT  # its output may turn out to be up to date
     state, run_id = newest.state, newest.started.get("mlflow_run_id")
-    if newest.success is not None:
+    if holder is not None and state == "interrupted" and newest.started.get("lock") == holder.get("token", ""):
+        state = "running"  # the launch that holds the run folder's lock has started or continued it and not ended it
+    elif decision.action in (SKIP, KEEP) and success is not None:
+        shown = (success.mlflow_run_id or "-", success.fingerprint, attempts.age(success.finished))
+        return (name, "up to date", *shown, "skips it")
+    elif newest.success is not None:
         wrong, run_id = attempts.problems(plan.store, newest.success), newest.success.mlflow_run_id
         state = "damaged" if wrong else "waits" if waits else "outdated"
-    elif holder is not None and state == "interrupted" and newest.started.get("lock") == holder.get("token", ""):
-        state = "running"  # the launch that holds the run folder's lock has started or continued it and not ended it
     then = "-" if state == "running" else f"runs it{' ' if waits else ': '}{decision.reason}"
     return (name, state, run_id or "-", newest.fingerprint, newest.age, then)
 

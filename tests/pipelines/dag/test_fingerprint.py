@@ -167,6 +167,7 @@ def test_a_module_that_decides_nothing_counts_neither_itself_nor_through_its_imp
     [
         ({}, ""),
         ({"config": {"train": {"num_steps": 200}}}, "config changed: train.num_steps 100 -> 200"),
+        ({"config": {"train": {"num_steps": "long " * 99}}}, "config changed: train.num_steps"),  # not its value
         ({"config": {}}, "config changed: train.num_steps is gone"),
         ({"code": {"toy": "1", "toy.model": "2"}}, "code changed: toy.model"),
         ({"upstream": {"prepare": READ | {"content": "2"}}}, "new output of prepare"),

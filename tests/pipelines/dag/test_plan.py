@@ -144,14 +144,6 @@ def test_from_makes_a_node_and_all_below_anew(finished: Store) -> None:
     assert will_run(decided(finished, start_from=["prepare"])) == ("prepare", "left", "right", "join")
 
 
-def test_from_starts_over_what_was_interrupted(finished: Store) -> None:
-    changed = diamond(left={"config": Toy("new")})
-    carry_out(decided(finished, changed), broken=["left"])
-    assert decided(finished, changed)["left"].attempt is not None
-    made = decided(finished, changed, start_from=["left"])
-    assert made["left"].attempt is None
-
-
 def test_only_takes_exactly_the_named_nodes(finished: Store) -> None:
     changed = diamond(left={"config": Toy("new")})
     assert actions(decided(finished, changed, only=["right"])) == {
@@ -227,7 +219,21 @@ def test_an_interrupted_attempt_is_continued(finished: Store) -> None:
     unfinished = next(a for a in attempts.history(finished, "left") if a.success is None)
     assert made["left"].attempt == unfinished.attempt
     assert made["left"].reason == f"attempt {unfinished.attempt} was interrupted; continues it"
-    assert decided(finished, changed, rerun=["left"])["left"].attempt is None
+    for option in ("rerun", "start_from"):
+        assert decided(finished, changed, **{option: ["left"]})["left"].attempt == unfinished.attempt
+    finished.write_text(f"{unfinished.folder}/{attempts.ERROR}", "RuntimeError")
+    assert decided(finished, changed, rerun=["left"])["left"].attempt is None  # what failed may fail again
+
+
+def test_an_interrupted_rerun_of_a_finished_node_is_continued_by_the_same_command(finished: Store) -> None:
+    carry_out(decided(finished, rerun=["left"]), broken=["left"])
+    (unfinished,) = (a for a in attempts.history(finished, "left") if a.success is None)
+    made = decided(finished, rerun=["left"])["left"]
+    assert made.action == "run" and made.attempt == unfinished.attempt
+    assert made.reason == f"requested by --rerun; attempt {unfinished.attempt} was interrupted; continues it"
+    assert will_run(decided(finished)) == ()  # the output of before is up to date
+    carry_out(decided(finished, rerun=["left"]))
+    assert decided(finished, rerun=["left"])["left"].attempt is None  # once it has finished, another one
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,13 @@ def test_what_a_living_start_works_on_is_running(finished: Store) -> None:
         assert rows(finished, **CHANGED)["left"].startswith("running")
 
 
+def test_a_rerun_of_a_finished_node_is_running_while_it_runs(finished: Store) -> None:
+    with Lock(finished) as lock:
+        carry_out(decided(finished, rerun=["left"]), broken=["left"], lock=lock.token)
+        assert rows(finished)["left"].startswith("running")
+    assert rows(finished)["left"].startswith("up to date")  # by its earlier attempt
+
+
 def test_the_status_writes_nothing(finished: Store) -> None:
     before = finished.walk()
     rows(finished, **CHANGED)
