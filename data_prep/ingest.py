@@ -23,7 +23,7 @@ from data_prep.ray_compat import Paced, set_num_cpus
 
 _TASK_BYTES = 16_000_000  # of pixels that one read task returns, about
 _MAX_INPUT_BLOCKS = 2_000
-_CACHE_BYTES = 64_000_000  # a split up to this size stays decoded in each reading process
+CACHE_BYTES = 64_000_000  # a split up to this size stays decoded in each reading process
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def train_stream(
     bytes_per_row = resolution * resolution * 3
     task_rows = max(1, _TASK_BYTES // bytes_per_row)
     cuts = np.array(stream.cut(start_row, start_row + num_rows, task_rows=task_rows, multiple=rows_per_block or 1))
-    cache_bytes = _CACHE_BYTES if stream.rows_per_epoch * bytes_per_row <= _CACHE_BYTES else 0
+    cache_bytes = CACHE_BYTES if stream.rows_per_epoch * bytes_per_row <= CACHE_BYTES else 0
     num_tasks = len(cuts) - 1
     # from_items makes its blocks here; reading a range, or Arrow tables, takes tasks of a whole CPU, which a machine
     # whose CPUs the training workers hold does not have. Very many read tasks share a block: each costs memory.
