@@ -14,7 +14,7 @@ import functools
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 
 from data_prep.files import Store, UserError, join, open_store
-from data_prep.parquet import Dataset, open_dataset, open_parquet, pixels, read_shard
+from data_prep.parquet import open_dataset, open_parquet, pixels
 from pipelines.config import ScoringConfig
 from pipelines.dag.node import NodeContext, NodeOutput, NodeResult
 from pipelines.dag.progress import Reporter
@@ -90,11 +90,12 @@ def run(context: NodeContext[ScoringConfig]) -> NodeResult:
     job = ScoringJob(config, context.inputs, store.uri, functools.partial(read_test, dataset.uri, size), compared=True)
     scores = score(job, num_test, progress=context.progress)
     histogram, png = Histogram(), list[int]()
-    for table in _tables(dataset, size, "train"):
-        histogram.add(pixels(table))
+    read = functools.partial(dataset.tables, resolution=size, bits=8, columns=["px"])
+    for images in map(pixels, read(split="train")):
+        histogram.add(images)
     seen, seen_first = np.zeros((3, 256), np.int64), np.zeros((3, 256), np.int64)
     step = scores.configs[stages[0]].scaling_factor
-    for images in map(pixels, _tables(dataset, size, "test")):
+    for images in map(pixels, read(split="test")):
         seen += count_values(images)
         seen_first += count_values(images[:, ::step, ::step])
         png += map(_png_bytes, images[: PNG_IMAGES - len(png)])
@@ -140,21 +141,9 @@ def standard_error(values: np.ndarray) -> float:
 
 def read_test(uri: str, size: int, rows: range) -> tuple[list[str], np.ndarray]:
     """Rows of the test split at 8 bits."""
-    tables = list(_tables(open_dataset(uri), size, "test", rows))
-    keys = [key for table in tables for key in table.column("key").to_pylist()]
-    return keys, np.concatenate([pixels(table) for table in tables])
-
-
-def _tables(dataset: Dataset, size: int, split: str, rows: range | None = None) -> Iterator[pa.Table]:
-    """key, px of the rows of a split at 8 bits, of all of them by default: a table per row group that has some."""
-    start, rows = 0, rows or range(dataset.num_images(split))
-    for shard in dataset.shards(resolution=size, bits=8, split=split):
-        for group, length in enumerate(shard.row_group_rows):
-            first, end = max(rows.start - start, 0), min(rows.stop - start, length)
-            if first < end:
-                table = read_shard(dataset.uri, shard, row_group=group, columns=["key", "px"])
-                yield table.slice(first, end - first)
-            start += length
+    tables = open_dataset(uri).tables(resolution=size, bits=8, split="test", columns=["key", "px"], rows=rows)
+    table = pa.concat_tables(tables)
+    return table.column("key").to_pylist(), pixels(table)
 
 
 def _part(scores: Scores, stage: str, seen: np.ndarray, seen_first: np.ndarray, histogram: Histogram) -> Part:
