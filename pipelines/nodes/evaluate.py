@@ -33,7 +33,7 @@ from pipelines.nodes.histogram import Histogram, count_values, raw_entropy_bits
 from pipelines.nodes.memory import naming
 from pipelines.nodes.registry import StageModel, register
 from pipelines.nodes.trained import load_stage_configs, load_stages
-from pipelines.nodes.workers import each, gang, gang_name
+from pipelines.nodes.workers import each, gang
 from spn.config import SPNConfig, first_given
 from spn.evaluation import Forward, bits_per_dim, scored_slices, stage_nats
 from spn.model import SPN
@@ -183,7 +183,7 @@ class ScoringJob:
 
 def score(job: ScoringJob, num_images: int, *, progress: Reporter) -> Scores:
     """Scores the chunks that are not on storage yet and returns what all came to."""
-    store, resources, batch = open_store(job.out), job.config.resources, job.config.batch_size
+    store, batch = open_store(job.out), job.config.batch_size
     store.remove_temporaries()
     scores, todo = Scores(load_stage_configs(job.inputs, job.config.stages)), list[range]()
     for start in range(0, num_images, batch):
@@ -193,8 +193,7 @@ def score(job: ScoringJob, num_images: int, *, progress: Reporter) -> Scores:
             todo.append(rows)
         else:
             scores.add(rows, table)
-    num, name = min(resources.num_workers, len(todo)), gang_name("score", job.out)
-    with gang(ScoringWorker, job, num=num, resources=resources, name=name) as workers:
+    with gang(ScoringWorker, job, most=len(todo)) as workers:
         for rows, table in each(workers, "score", todo):
             scores.add(rows, table)
             total = scores.of("total")

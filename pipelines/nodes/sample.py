@@ -42,7 +42,7 @@ from pipelines.nodes.pictures import (
     side_by_side,
 )
 from pipelines.nodes.trained import checkpoint_step, load_stage_configs, load_stages
-from pipelines.nodes.workers import ask, each, gang, gang_name
+from pipelines.nodes.workers import ask, each, gang
 from spn.config import SPNConfig
 from spn.model import SPN
 from spn.ordering import image_to_slices
@@ -142,9 +142,7 @@ def draw(job: Job, images: Chunk, *, progress: Reporter) -> list[Chunk]:
 
     def start_workers(most: int) -> None:
         if not workers and most:
-            num, name = min(resources.num_workers, most), gang_name("draw", job.out)
-            started = gang(DrawingWorker, job, progress, total, num=num, resources=resources, name=name)
-            workers.extend(stack.enter_context(started))
+            workers.extend(stack.enter_context(gang(DrawingWorker, job, progress, total, most=most)))
 
     with contextlib.ExitStack() as stack:
         size = recorded_size(store)
