@@ -29,7 +29,7 @@ from data_prep.parquet import open_dataset, open_parquet, pixels
 from pipelines.config import ScoringConfig
 from pipelines.dag.node import NodeContext, NodeOutput, NodeResult
 from pipelines.dag.progress import Reporter
-from pipelines.nodes.histogram import Histogram, count_values, raw_entropy_bits
+from pipelines.nodes.histogram import count_values, histogram_nats, raw_entropy_bits
 from pipelines.nodes.memory import naming
 from pipelines.nodes.registry import StageModel, register
 from pipelines.nodes.trained import load_stage_configs, load_stages
@@ -89,10 +89,10 @@ def run(context: NodeContext[ScoringConfig]) -> NodeResult:
     store = open_store(context.out)
     job = ScoringJob(config, context.inputs, store.uri, functools.partial(read_test, dataset.uri, size), compared=True)
     scores = score(job, num_test, progress=context.progress)
-    histogram, png = Histogram(), list[int]()
+    histogram, png = np.ones((3, 256)), list[int]()
     read = functools.partial(dataset.tables, resolution=size, bits=8, columns=["px"])
     for images in map(pixels, read(split="train")):
-        histogram.add(images)
+        histogram += count_values(images)
     seen, seen_first = np.zeros((3, 256), np.int64), np.zeros((3, 256), np.int64)
     step = scores.configs[stages[0]].scaling_factor
     for images in map(pixels, read(split="test")):
@@ -146,7 +146,7 @@ def read_test(uri: str, size: int, rows: range) -> tuple[list[str], np.ndarray]:
     return table.column("key").to_pylist(), pixels(table)
 
 
-def _part(scores: Scores, stage: str, seen: np.ndarray, seen_first: np.ndarray, histogram: Histogram) -> Part:
+def _part(scores: Scores, stage: str, seen: np.ndarray, seen_first: np.ndarray, histogram: np.ndarray) -> Part:
     """Bits/dim of the dims that a stage answers for, beside what a uniform distribution and the histogram need.
 
     seen, seen_first: counts of all values of the test images, and of those in slice (0, 0).
@@ -155,7 +155,7 @@ def _part(scores: Scores, stage: str, seen: np.ndarray, seen_first: np.ndarray, 
     rest = seen - seen_first if first_given(stage, scores.configs) else seen
     counts = seen_first if config.stage == "first_slice" else rest
     share = counts.sum() / seen.sum()
-    nats = histogram.nats(counts, given_bits=config.num_given_bits, num_bits=config.num_bits)
+    nats = histogram_nats(histogram, counts, given_bits=config.num_given_bits, num_bits=config.num_bits)
     means = scores.mean(stage)
     return Part(
         bits_per_dim=float(means.sum()),
