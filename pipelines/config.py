@@ -235,7 +235,7 @@ class TrainNodeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoringConfig(EvaluateConfig):
+class EvaluateNodeConfig(EvaluateConfig):
     """Of the nodes evaluate and score_images."""
 
     stages: tuple[str, ...]  # in chain order
@@ -245,7 +245,7 @@ class ScoringConfig(EvaluateConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawingConfig(SampleConfig):
+class SampleNodeConfig(SampleConfig):
     """Of the nodes sample and sample_images."""
 
     stages: tuple[str, ...]  # those that draw, in chain order

@@ -18,12 +18,12 @@ from pipelines.cluster import ROOT
 from pipelines.config import (
     SAMPLE_IMAGES,
     SCORE_IMAGES,
-    DrawingConfig,
+    EvaluateNodeConfig,
     ExperimentConfig,
     NodeResources,
     PrepareDataNodeConfig,
     ReportNodeConfig,
-    ScoringConfig,
+    SampleNodeConfig,
     TrainNodeConfig,
     UserImages,
     node_names,
@@ -200,7 +200,7 @@ def _finished_training(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 def _evaluate(config: ExperimentConfig, stages: Sequence[str], images: UserImages | None = None) -> Node:
     """evaluate; with the user's images score_images."""
     resources, trains = config.resources.per_node["evaluate"], tuple(map(train_node, stages))
-    scoring = ScoringConfig(
+    scoring = EvaluateNodeConfig(
         stages=tuple(stages),
         dataset=config.data.dataset if images is None else "",
         resources=resources,
@@ -235,7 +235,7 @@ def _sample(config: ExperimentConfig, stages: Sequence[str], images: UserImages 
         function="pipelines.nodes.sample:run" if images is None else "pipelines.nodes.images:sample",
         needs=tuple(map(train_node, stages)),
         reads=_weights(stages),
-        config=DrawingConfig(stages=tuple(stages), resources=resources, images=images, **chosen),
+        config=SampleNodeConfig(stages=tuple(stages), resources=resources, images=images, **chosen),
         source="" if images is None else images.digest,
         tags={} if images is None else {"use": str(sample.use)},
         **_runs_on(resources, own_process=True),

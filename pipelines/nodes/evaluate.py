@@ -26,7 +26,7 @@ from PIL import Image
 
 from data_prep.files import Store, UserError, join, open_store
 from data_prep.parquet import open_dataset, open_parquet, pixels
-from pipelines.config import ScoringConfig
+from pipelines.config import EvaluateNodeConfig
 from pipelines.dag.node import NodeContext, NodeOutput, NodeResult
 from pipelines.dag.progress import Reporter
 from pipelines.nodes.histogram import count_values, histogram_nats, raw_entropy_bits
@@ -79,7 +79,7 @@ class Results(TypedDict):
     with_raw_weights: Difference
 
 
-def run(context: NodeContext[ScoringConfig]) -> NodeResult:
+def run(context: NodeContext[EvaluateNodeConfig]) -> NodeResult:
     config = context.config
     stages, dataset = config.stages, open_dataset(context.inputs["prepare_data"].place("dataset"))
     num_test = dataset.num_images("test")
@@ -174,7 +174,7 @@ def _part(scores: Scores, stage: str, seen: np.ndarray, seen_first: np.ndarray, 
 class ScoringJob:
     """What every worker gets. Picklable."""
 
-    config: ScoringConfig
+    config: EvaluateNodeConfig
     inputs: Mapping[str, NodeOutput]  # of the train nodes
     out: str  # folder of the node
     read: Read
@@ -332,7 +332,7 @@ def _png_bytes(image: np.ndarray) -> int:
 
 
 def _tell_train_runs(
-    context: NodeContext[ScoringConfig], results: Results, configs: Mapping[str, SPNConfig], test_set: str
+    context: NodeContext[EvaluateNodeConfig], results: Results, configs: Mapping[str, SPNConfig], test_set: str
 ) -> None:
     """Each stage's own run gets its test score, so that the UI's compare page has it in one column, and its network
     becomes a version in the model registry."""

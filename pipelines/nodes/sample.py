@@ -27,7 +27,7 @@ import torch
 
 from data_prep.files import Store, UserError, open_store
 from data_prep.parquet import open_parquet, pixel_column, pixels, shard_path
-from pipelines.config import DrawingConfig
+from pipelines.config import SampleNodeConfig
 from pipelines.dag.node import NodeContext, NodeOutput, NodeResult, Picture
 from pipelines.dag.progress import Reporter
 from pipelines.nodes.memory import halved, largest_that_fits, naming
@@ -55,7 +55,7 @@ MOST_ON_GPU = 1024  # drawn at once: the cost per image hardly falls beyond, and
 ON_CPU = 16  # one thread draws a chunk, and only whole chunks are kept
 
 
-def run(context: NodeContext[DrawingConfig]) -> NodeResult:
+def run(context: NodeContext[SampleNodeConfig]) -> NodeResult:
     config = context.config
     store = open_store(context.out).sub(FOLDER)
     numbers = range(config.num_images)
@@ -89,7 +89,7 @@ def counts(chunks: Sequence[Chunk]) -> dict[str, float]:
 
 def record(context: NodeContext[Any], chunks: Sequence[Chunk]) -> dict[str, Any]:
     """How the images were drawn, as JSON."""
-    config: DrawingConfig = context.config
+    config: SampleNodeConfig = context.config
     left_out = {field.name for field in dataclasses.fields(config) if not field.metadata.get("semantic", True)}
     settings = {name: value for name, value in vars(config).items() if name not in left_out}
     networks = {stage: context.inputs[f"train_{stage}"].attempt for stage in config.stages}
@@ -114,7 +114,7 @@ class Chunk:
 class Job:
     """What every worker gets. Picklable."""
 
-    config: DrawingConfig
+    config: SampleNodeConfig
     inputs: Mapping[str, NodeOutput]  # of the train nodes
     out: str  # folder of the images
 

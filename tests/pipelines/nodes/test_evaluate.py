@@ -21,7 +21,7 @@ from toy.context import context
 from data_prep.files import open_store
 from data_prep.parquet import Manifest, ShardWriter, schema
 from pipelines import cli
-from pipelines.config import NodeResources, ScoringConfig
+from pipelines.config import EvaluateNodeConfig, NodeResources
 from pipelines.dag.node import NodeOutput
 from pipelines.dag.progress import Reporter
 from pipelines.nodes import evaluate
@@ -38,10 +38,10 @@ IMAGES = np.random.default_rng(0).integers(256, size=(2 * NUM, SIDE, SIDE, 3)).a
 TRAIN, TEST = IMAGES[:NUM], IMAGES[NUM:]
 
 
-def config(workers: int = 1) -> ScoringConfig:
+def config(workers: int = 1) -> EvaluateNodeConfig:
     """Three chunks: of 3, 3 and 1 images."""
     resources = NodeResources(num_workers=workers, cpus_per_worker=0.5)
-    return ScoringConfig(stages=STAGES, batch_size=3, precision="float32", resources=resources, dataset="tiny")
+    return EvaluateNodeConfig(stages=STAGES, batch_size=3, precision="float32", resources=resources, dataset="tiny")
 
 
 def read(rows: range) -> tuple[list[str], np.ndarray]:

@@ -25,7 +25,7 @@ from toy.context import context
 
 from data_prep.files import UserError, open_store
 from data_prep.parquet import pixels
-from pipelines.config import DrawingConfig, NodeResources
+from pipelines.config import NodeResources, SampleNodeConfig
 from pipelines.dag.node import NodeOutput, Picture
 from pipelines.dag.progress import Reporter, Update
 from pipelines.nodes import sample
@@ -40,9 +40,9 @@ TWELVE = Chunk(tuple(f"{n:05d}" for n in range(12)), tuple(range(12)))
 distributed = pytest.mark.slow  # every worker is a process that imports torch and Ray
 
 
-def config(workers: int = 1, **changes: Any) -> DrawingConfig:
+def config(workers: int = 1, **changes: Any) -> SampleNodeConfig:
     """Of the whole chain, two images at once."""
-    base = DrawingConfig(
+    base = SampleNodeConfig(
         stages=STAGES,
         num_images=12,
         batch_size=2,
