@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data_prep.config import DataConfig, at_least, one_of
+from data_prep.config import NOT_SEMANTIC, DataConfig, at_least, one_of
 from pipelines.dag.plan import nearest
 from spn.config import DECODERS, PRECISIONS, STAGES, DecoderConfig, EmbedderConfig, SPNConfig, TrainConfig
 
 if TYPE_CHECKING:  # an object that can draw: code that makes pictures must not count where networks train
     from pipelines.nodes.pictures import TrainingSamples
 
-NOT_SEMANTIC = {"semantic": False}  # metadata of fields that decide no result: fingerprints leave them out
 SYSTEMS = (  # the paper's: decoder baseline, SPN, size, depth, and full multidimensional upscaling
     ("baseline",),
     ("baseline", "depth_upscale"),  # over the plain raster order

@@ -45,7 +45,7 @@ INGEST_CPUS = 0.25  # a train node's read tasks, beside its workers
 # Module -> why a change of its code cannot change what a node makes. A node does not rerun when only these change, so
 # an entry needs care: what is missing here costs a rerun, what is wrong here skips one that is needed. The imports of
 # such a module do not count through it, but they do count if a node also reaches them in another way.
-NOT_SEMANTIC = {
+NOT_SEMANTIC_MODULES = {
     "data_prep.files": "moves bytes as they are; checksums of all outputs are in _SUCCESS.json",
     "data_prep.lock": "keeps two writers out of one folder",
     "data_prep.ray_compat": "when Ray Data starts and rests, and where Ray keeps what it does not publish",
@@ -63,7 +63,7 @@ NOT_SEMANTIC = {
     "spn.decoding.jacobi": "draws what the network draws one value after the other; its passes only get there sooner",
     "spn.gpu.jacobi": "the same on a GPU",
 }
-SOURCES = Sources(ROOT, ("spn", "data_prep", "pipelines"), frozenset(NOT_SEMANTIC))
+SOURCES = Sources(ROOT, ("spn", "data_prep", "pipelines"), frozenset(NOT_SEMANTIC_MODULES))
 
 
 def nodes(
