@@ -103,7 +103,7 @@ class NodeResources:
     cpus_per_worker: float = 1.0  # per_node, nodes without workers: CPUs of the node (prepare_data: of each shard)
     use_gpu: bool = False
     gpus_per_worker: float = 1.0  # only with use_gpu
-    num_to_keep: int = 2  # checkpoints kept beside the best
+    num_to_keep: int = 2  # checkpoints: so many of the best are kept, and the newest
     max_failures: int = 3  # retries after a fault of the infrastructure; a node's own errors end it
     retry_wait_sec: float = 5.0  # before the first retry; doubles with each
 
