@@ -19,7 +19,7 @@ import pyarrow as pa
 import ray.data
 
 from data_prep.parquet import Shard, open_dataset, permutation, pixel_column, pixels, read_shard
-from data_prep.ray_compat import Paced, set_num_cpus
+from data_prep.ray_compat import RestBetweenSteps, set_num_cpus
 
 _TASK_BYTES = 16_000_000  # of pixels that one read task returns, about
 _MAX_INPUT_BLOCKS = 2_000
@@ -118,7 +118,7 @@ def train_stream(
     tasks = ray.data.from_items(numbers, override_num_blocks=min(num_tasks, _MAX_INPUT_BLOCKS))
     tasks.context.enable_progress_bars = False
     tasks.context.execution_options.preserve_order = True
-    tasks.context.custom_execution_callback_classes.append(Paced)
+    tasks.context.custom_execution_callback_classes.append(RestBetweenSteps)
     rows = tasks.map_batches(
         functools.partial(_read_task, stream=stream, cuts=cuts, cache_bytes=cache_bytes),
         batch_size=1,

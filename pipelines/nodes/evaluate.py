@@ -30,7 +30,7 @@ from pipelines.config import EvaluateNodeConfig
 from pipelines.dag.node import NodeContext, NodeOutput, NodeResult
 from pipelines.dag.progress import Reporter
 from pipelines.nodes.histogram import count_values, histogram_nats, raw_entropy_bits
-from pipelines.nodes.memory import naming
+from pipelines.nodes.memory import naming_full_memory
 from pipelines.nodes.registry import StageModel, register
 from pipelines.nodes.trained import load_stage_configs, load_stages
 from pipelines.nodes.workers import each, gang
@@ -271,7 +271,7 @@ class ScoringWorker:
         whole = images
         if self.device == "cuda" and rows.start:  # a shorter last chunk would be compiled once more
             whole = np.concatenate([images, np.zeros((batch - len(images), *images.shape[1:]), np.uint8)])
-        with naming("evaluate.batch_size", batch):
+        with naming_full_memory("evaluate.batch_size", batch):
             found = self._nats(whole, self.models, self.forwards, in_bfloat16=self.in_bfloat16)
         columns = {"key": pa.array(keys), **{stage: _lists(part[: len(images)]) for stage, part in found.items()}}
         if self.job.compared and rows.start == 0:

@@ -30,7 +30,7 @@ from data_prep.parquet import open_parquet, pixel_column, pixels, shard_path
 from pipelines.config import SampleNodeConfig
 from pipelines.dag.node import NodeContext, NodeOutput, NodeResult, Picture
 from pipelines.dag.progress import Reporter
-from pipelines.nodes.memory import halved, largest_that_fits, naming
+from pipelines.nodes.memory import halved, largest_that_fits, naming_full_memory
 from pipelines.nodes.pictures import (
     after_stages,
     animation,
@@ -261,7 +261,7 @@ class DrawingWorker:
             done += pixels_per_row
             part.update(done, self.total, unit="pixels", note=note)
 
-        with naming("sample.batch_size", len(chunk.keys)):
+        with naming_full_memory("sample.batch_size", len(chunk.keys)):
             known = sample_chain(
                 self.models,
                 seed=config.seed,
