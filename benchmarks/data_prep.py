@@ -47,21 +47,10 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DATA_USE_DATASOURCE_V2", "0")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 
-from data_prep import images
+from data_prep import images, ingest
 from data_prep.build import build
 from data_prep.config import DataConfig
-from data_prep.files import open_store
-from data_prep.ingest import collate, train_stream
-from data_prep.parquet import (
-    QUARANTINE,
-    QUARANTINE_SCHEMA,
-    Manifest,
-    ShardWriter,
-    low_depth,
-    open_dataset,
-    pixel_column,
-    pixels,
-)
+from data_prep.parquet import low_depth, open_dataset, pixel_column
 
 RESOLUTIONS, BITS = [32, 64, 128, 256], [3, 8]
 LIBRARIES = ("numpy", "pillow", "pyarrow", "ray", "simplejpeg")
@@ -199,19 +188,16 @@ def measure_read(arguments: argparse.Namespace, place: Path) -> dict:
     rates: dict[str, list[float]] = {}
     with ray_session(arguments.cores):
         build(data_config(place / "raw", arguments), out=str(place / "set"), progress=lambda *_: None)
-        # A split below 64 MB stays decoded in memory; 32 pixels need more images than there are to be read from disk.
-        repeated = repeat_rows(place / "set", place / "many", resolution=32, times=-(-40_000 // arguments.images))
-        for resolution, uri, num_rows in (
-            (32, repeated, 200_000),
-            (64, str(place / "set"), 40_000),
-            (128, str(place / "set"), 20_000),
-            (256, str(place / "set"), 8_000),
-        ):
+        uri = str(place / "set")
+        ingest.CACHE_BYTES = 0  # so few images would otherwise stay decoded in memory
+        for resolution, num_rows in ((32, 200_000), (64, 40_000), (128, 20_000), (256, 8_000)):
             for repeat in range(arguments.repeats):
-                stream = train_stream(uri, resolution=resolution, bits=8, seed=repeat, start_row=0, num_rows=num_rows)
+                stream = ingest.train_stream(
+                    uri, resolution=resolution, bits=8, seed=repeat, start_row=0, num_rows=num_rows
+                )
                 seen, start = 0, 0.0
                 for batch in stream.iter_batches(batch_size=READ_BATCH, batch_format="pyarrow", prefetch_batches=2):
-                    rows = collate(batch)
+                    rows = ingest.collate(batch)
                     assert rows["px"].shape[1:] == (resolution, resolution, 3)
                     if not start:
                         start = time.perf_counter()
@@ -293,28 +279,6 @@ def data_config(root: Path, arguments: argparse.Namespace, rows_per_shard: int |
         bits=BITS,
         rows_per_shard=rows_per_shard or arguments.rows_per_shard,
     )
-
-
-def repeat_rows(source: Path, target: Path, *, resolution: int, times: int) -> str:
-    """A dataset of one resolution with every row `times` times, in shards of one repetition."""
-    table = open_dataset(str(source)).read(resolution=resolution, bits=8, split="train")
-    store = open_store(target)
-    shards = []
-    for index in range(times):
-        options = dict(split="train", index=index, num_shards=times, resolutions=[resolution], bits=[8])
-        writer = ShardWriter(store, row_group_rows=None, **options)
-        with writer.open():
-            keys = pa.array([f"{index}/{key}" for key in table.column("key").to_pylist()])
-            names = table.drop_columns(["px"]).set_column(0, table.schema.field("key"), keys)
-            writer.append(names, {resolution: pixels(table)})
-        shards += writer.shards()
-    pq.write_table(QUARANTINE_SCHEMA.empty_table(), target / QUARANTINE)
-    facts = dict(dataset="bench", plan_hash="", source={}, split_hashes={}, quarantine={}, versions={})
-    config = {"resolutions": [resolution], "bits": [8]}
-    counts = {"train": times * table.num_rows}
-    manifest = Manifest(config=config, num_images=counts, quarantine_sha256="", conversions={}, shards=shards, **facts)
-    (target / "manifest.json").write_text(manifest.to_json())
-    return str(target)
 
 
 @contextlib.contextmanager

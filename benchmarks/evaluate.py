@@ -23,7 +23,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.machine import card, peak_gib, report, wait
-from pipelines.config import ExperimentConfig, NodeResources, ScoringConfig, stage_model_config, stage_names
+from pipelines.config import EvaluateNodeConfig, ExperimentConfig, NodeResources, stage_model_config, stage_names
 from pipelines.loading import load
 from pipelines.nodes.evaluate import ScoringJob, ScoringWorker
 from spn.bitdepth import stage_values
@@ -49,7 +49,7 @@ def measure(config: ExperimentConfig, *, chunks: int, device: str) -> dict[str, 
     torch.manual_seed(0)
     batch, size, stages = config.evaluate.batch_size, config.data.image_size, tuple(stage_names(config))
     images = np.random.default_rng(0).integers(256, size=(batch, size, size, 3)).astype(np.uint8)
-    scoring = ScoringConfig(
+    scoring = EvaluateNodeConfig(
         stages=stages,
         batch_size=batch,
         precision=config.evaluate.precision,

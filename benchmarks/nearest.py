@@ -13,17 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 from PIL import Image
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from data_prep.parquet import Dataset, open_dataset, pixels, read_shard
+from data_prep.parquet import Dataset, open_dataset, pixels
 from pipelines.nodes.pictures import grid
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     samples = np.stack([np.asarray(Image.open(file).convert("RGB")) for file in files])
     dataset = open_dataset(arguments.dataset)
     size = samples.shape[1]
-    test = np.concatenate([found for _, found in groups(dataset, size, "test")])[: arguments.test]
+    test = pixels(pa.concat_tables(dataset.tables(resolution=size, bits=8, split="test", rows=range(arguments.test))))
     found, images = nearest(np.concatenate([samples, test]), dataset)
     rows = [{"sample": file.name, **asdict(one)} for file, one in zip(files, found, strict=False)]
     ours, held_out = ([one.distance for one in part] for part in (found[: len(files)], found[len(files) :]))
@@ -58,21 +58,14 @@ def main() -> None:
     print(json.dumps({name: result[name] for name in ("samples", "test_images")}, indent=1))
 
 
-def groups(dataset: Dataset, size: int, split: str) -> Iterator[tuple[list[str], np.ndarray]]:
-    """(keys, uint8 [B, H, W, 3]) of each row group."""
-    for shard in dataset.shards(resolution=size, bits=8, split=split):
-        for group in range(len(shard.row_group_rows)):
-            table = read_shard(dataset.uri, shard, row_group=group, columns=["key", "px"])
-            yield table.column("key").to_pylist(), pixels(table)
-
-
 def nearest(images: np.ndarray, dataset: Dataset) -> tuple[list[Nearest], np.ndarray]:
     """Of each of uint8 [B, H, W, 3], its nearest training image, and these as pixels, mirrored where that is nearer."""
     num, size = images.shape[:2]
     queries = _flat(np.concatenate([images, images[:, :, ::-1]]))
     best = np.full(2 * num, np.inf)
     keys, pictures = [""] * (2 * num), np.zeros((2 * num, *images.shape[1:]), np.uint8)
-    for names, candidates in groups(dataset, size, "train"):
+    for table in dataset.tables(resolution=size, bits=8, split="train", columns=["key", "px"]):
+        names, candidates = table.column("key").to_pylist(), pixels(table)
         others = _flat(candidates)
         squares = _norms(queries)[:, None] - 2 * (queries @ others.T).astype(np.float64) + _norms(others)
         for query, index in enumerate(squares.argmin(axis=1)):

@@ -261,7 +261,6 @@ def write_shard(task: dict, *, config: DataConfig, source: tuple[str, str], out:
     sidecar = dict(
         plan_hash=plan_hash,
         split=shard.split,
-        index=shard.index,
         num_planned=len(shard.rows),
         num_rows=writer.shards()[0].num_rows,
         conversions=dict(sorted(conversions.items())),

@@ -6,7 +6,6 @@ import pkgutil
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 # Layouts of raw images, a module each; read from the folder, so that a new one outdates no finished dataset.
 _READERS = [module.name for module in pkgutil.iter_modules([str(Path(__file__).with_name("sources"))])]
@@ -16,23 +15,20 @@ CROPS = ("center", "squash", "random", "tiles")
 PROFILES = {"tf": ("fast", "truncate"), "accurate": ("accurate", "nearest")}  # DCT, rounding
 SPLITS = ("train", "valid", "test")
 SPLIT_RULES = ("auto", "by_photo", "glow", "glow_records", "celeba_partition", "file")
-
-
-def _not_semantic(default: Any) -> Any:
-    """A field that does not decide the bytes of the dataset: where images are, and when a build gives up."""
-    return field(default=default, metadata={"semantic": False})
+NOT_SEMANTIC = {"semantic": False}  # metadata of fields that decide no result: fingerprints leave them out
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """One Parquet dataset. Every field decides its bytes, except those with metadata semantic=False."""
+    """One Parquet dataset. Every field decides its bytes, except those that are NOT_SEMANTIC."""
 
     dataset: str  # id that every reported figure names, such as demo_photos
     image_size: int  # H = W that the networks model, pixels
     resolutions: list[int]  # every H = W to write, image_size among them
     bits: list[int]  # every depth to write, 8 among them; depth b holds the b most significant bits
     source: str = "auto"  # layout of the raw images; auto: recognised by the names of the files
-    root: str | None = _not_semantic(None)  # path or URI of the raw images; None: the photos of this package
+    # Path or URI of the raw images; None: the photos of this package.
+    root: str | None = field(default=None, metadata=NOT_SEMANTIC)
     split: str = "auto"  # auto: the source's own test split, else by photo; see data_prep/plan.py
     split_file: str | None = None  # of split file: lines "key split"; a path below root, else any path or URI
     image_field: str | None = None  # of several images in a sample: a column, or what follows its name, such as seg.png
@@ -49,7 +45,8 @@ class DataConfig:
     num_test_photos: int = 0  # 0 where the source has a test split of its own
     rows_per_shard: int = 10_000
     row_group_rows: int | None = None  # None: as many as make about 16 MB of pixels
-    max_quarantine_fraction: float | None = _not_semantic(None)  # more fail the build; None: 0 if known, else 0.001
+    # Share of unusable photos above which the build fails; None: 0 if the dataset is known, else 0.001.
+    max_quarantine_fraction: float | None = field(default=None, metadata=NOT_SEMANTIC)
     check_counts: bool = True  # known datasets must have exactly as many images as were published
     seed: int = 0  # decides the splits and the row order
 

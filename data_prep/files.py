@@ -175,6 +175,7 @@ class Store:
     def __repr__(self) -> str:
         return f"Store({self.uri!r})"
 
+    # Pickled as it is, an S3 filesystem would retry in another way, and keep the endpoint of the machine it comes from.
     def __getstate__(self) -> str:
         return self.uri
 

@@ -19,11 +19,11 @@ import pyarrow as pa
 import ray.data
 
 from data_prep.parquet import Shard, open_dataset, permutation, pixel_column, pixels, read_shard
-from data_prep.ray_compat import Paced, set_num_cpus
+from data_prep.ray_compat import RestBetweenSteps, set_num_cpus
 
 _TASK_BYTES = 16_000_000  # of pixels that one read task returns, about
 _MAX_INPUT_BLOCKS = 2_000
-_CACHE_BYTES = 64_000_000  # a split up to this size stays decoded in each reading process
+CACHE_BYTES = 64_000_000  # a split up to this size stays decoded in each reading process
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def train_stream(
     bytes_per_row = resolution * resolution * 3
     task_rows = max(1, _TASK_BYTES // bytes_per_row)
     cuts = np.array(stream.cut(start_row, start_row + num_rows, task_rows=task_rows, multiple=rows_per_block or 1))
-    cache_bytes = _CACHE_BYTES if stream.rows_per_epoch * bytes_per_row <= _CACHE_BYTES else 0
+    cache_bytes = CACHE_BYTES if stream.rows_per_epoch * bytes_per_row <= CACHE_BYTES else 0
     num_tasks = len(cuts) - 1
     # from_items makes its blocks here; reading a range, or Arrow tables, takes tasks of a whole CPU, which a machine
     # whose CPUs the training workers hold does not have. Very many read tasks share a block: each costs memory.
@@ -118,7 +118,7 @@ def train_stream(
     tasks = ray.data.from_items(numbers, override_num_blocks=min(num_tasks, _MAX_INPUT_BLOCKS))
     tasks.context.enable_progress_bars = False
     tasks.context.execution_options.preserve_order = True
-    tasks.context.custom_execution_callback_classes.append(Paced)
+    tasks.context.custom_execution_callback_classes.append(RestBetweenSteps)
     rows = tasks.map_batches(
         functools.partial(_read_task, stream=stream, cuts=cuts, cache_bytes=cache_bytes),
         batch_size=1,

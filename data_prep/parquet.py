@@ -248,10 +248,25 @@ class Dataset:
         wanted = [s for s in self.manifest.shards if (s.resolution, s.bits, s.split) == (resolution, bits, split)]
         return sorted(wanted, key=lambda shard: shard.index)
 
+    def tables(
+        self, *, resolution: int, bits: int, split: str, columns: list[str] | None = None, rows: range | None = None
+    ) -> Iterator[pa.Table]:
+        """The split's rows in order, or those of them in `rows`: a table per row group that has some.
+
+        Raises ValueError naming what the dataset has instead, once the first is asked for.
+        """
+        begin, rows = 0, range(self.num_images(split)) if rows is None else rows
+        for shard in self.shards(resolution=resolution, bits=bits, split=split):
+            for group, length in enumerate(shard.row_group_rows):
+                first, end = max(rows.start - begin, 0), min(rows.stop - begin, length)
+                if first < end:
+                    table = read_shard(self.uri, shard, row_group=group, columns=columns)
+                    yield table.slice(first, end - first)
+                begin += length
+
     def read(self, *, resolution: int, bits: int, split: str, columns: list[str] | None = None) -> pa.Table:
         """The whole split in row order."""
-        shards = self.shards(resolution=resolution, bits=bits, split=split)
-        tables = [read_shard(self.uri, shard, columns=columns) for shard in shards]
+        tables = self.tables(resolution=resolution, bits=bits, split=split, columns=columns)
         return pa.concat_tables(tables).combine_chunks()
 
     def split_digest(self, *, resolution: int, bits: int, split: str) -> str:

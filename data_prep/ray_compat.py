@@ -42,7 +42,7 @@ class WaitForAutoscaler(ExecutionCallback):
             time.sleep(0.002)
 
 
-class Paced(ExecutionCallback):
+class RestBetweenSteps(ExecutionCallback):
     """Lets Ray Data's scheduling loop rest between its steps.
 
     With enough rows read ahead the loop has nothing to wait for and turns without pause, in a thread of the process

@@ -88,25 +88,25 @@ def _parser(prog: str, about: str) -> Parser:
         parser.add_argument("--json", action="store_true", help="machine-readable")
     if prog in ("compress.py", "decompress.py", "describe.py"):
         return parser
-    looks = parser.add_mutually_exclusive_group()
-    looks.add_argument("--dry-run", action="store_true", help="print the config and the plan, run nothing")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--dry-run", action="store_true", help="print the config and the plan, run nothing")
     choose = {"--rerun": "run again even if up to date", "--keep": "keep the present output, whatever changed"}
     if prog == "train_stage.py":
         parser.add_argument("--stage", required=True, help="one of the config's stages, e.g. size_upscale")
     elif prog == "full_multidim.py":
         choose |= {"--only": "run these nodes only", "--from": "run again, with all nodes downstream"}
-        looks.add_argument("--status", action="store_true", help="print the state of every node, run nothing")
-        looks.add_argument("--gc", action="store_true", help="list attempts that are no longer needed, run nothing")
+        instead.add_argument("--status", action="store_true", help="print the state of every node, run nothing")
+        instead.add_argument("--gc", action="store_true", help="list attempts that are no longer needed, run nothing")
         parser.add_argument("--yes", action="store_true", help="with --gc: delete them")
         text = "copy the trained networks to a new folder, with a model card for the Hugging Face Hub; run nothing"
-        looks.add_argument("--export", metavar="FOLDER", help=text)
+        instead.add_argument("--export", metavar="FOLDER", help=text)
     elif prog == "prepare_data.py":
-        looks.add_argument("--list-sources", action="store_true", help="print the layouts of raw images, run nothing")
+        instead.add_argument("--list-sources", action="store_true", help="print the layouts of raw images, run nothing")
         text = "check every file, count and pixel of a finished dataset: the config's, or the one at URI"
-        looks.add_argument("--verify", nargs="?", const="", metavar="URI", help=text)
+        instead.add_argument("--verify", nargs="?", const="", metavar="URI", help=text)
     elif prog == "evaluate.py":
         text = "print how two runs differ, image by image: RUN and the config's, or RUN and RUN; run nothing"
-        looks.add_argument("--compare", action="append", metavar="RUN", help=text)
+        instead.add_argument("--compare", action="append", metavar="RUN", help=text)
     for option, text in choose.items():
         own: dict[str, Any] = {"dest": CHOICES[option], "metavar": "NODE,...", "help": text}
         parser.add_argument(option, action="extend", type=_names, default=[], **own)
@@ -123,11 +123,11 @@ def _run(arguments: argparse.Namespace) -> int:
     chosen = {key: tuple(given[key]) for key in CHOICES.values() if key in given}
     if given.get("yes") and not arguments.gc:
         raise UserError("--yes belongs to --gc, which deletes what is no longer needed")
-    for look, does in LOOKS.items():
-        if given.get(look) not in (None, False):
+    for task, does in INSTEAD_OF_RUNNING.items():
+        if given.get(task) not in (None, False):
             for option, key in CHOICES.items():
                 if chosen.get(key):
-                    raise UserError(f"{option} {chosen[key][0]} excludes --{look.replace('_', '-')}: leave one out")
+                    raise UserError(f"{option} {chosen[key][0]} excludes --{task.replace('_', '-')}: leave one out")
             return does(arguments)
     config = _load(arguments)
     images = _user_images(config, only)
@@ -221,8 +221,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     return inspection.compare(places)
 
 
-# What runs no node: option -> what it does.
-LOOKS: dict[str, Callable[[argparse.Namespace], int]] = {
+# Options with which no node runs -> what is done instead.
+INSTEAD_OF_RUNNING: dict[str, Callable[[argparse.Namespace], int]] = {
     "list_sources": lambda _: inspection.list_sources(),
     "verify": _verify,
     "compare": _compare,

@@ -32,11 +32,11 @@ from pipelines.dag.attempts import Success
 from pipelines.dag.progress import Display, Update
 from pipelines.nodes import images
 from pipelines.nodes.evaluate import read_test
-from pipelines.nodes.memory import naming
+from pipelines.nodes.memory import naming_full_memory
 from pipelines.nodes.pictures import png
 from pipelines.nodes.sample import ON_CPU
 from pipelines.nodes.trained import load_stages
-from pipelines.start import nodes_of, reading, run_folder
+from pipelines.start import accessing, nodes_of, run_folder
 from spn.config import PRECISIONS
 from spn.decoding import coding
 from spn.model import SPN
@@ -106,7 +106,7 @@ def _shown(what: str, header: Header, models: Mapping[str, SPN]) -> Iterator[dic
 def compress(config: ExperimentConfig, target: Store, *, check: bool) -> int:
     """Codes the user's images or, without any, the test split. Raises UserError for what is missing or does not fit."""
     store = run_folder(config)
-    with reading(store):  # sample.py needs the same networks
+    with accessing(store):  # sample.py needs the same networks
         planned = plan.plan(nodes_of(config, store), store, sources=pipeline.SOURCES, only=["sample"])
     made = {decision.node.name: decision.success for decision in planned.decisions if decision.success}
     networks = {stage: made[train_node(stage)] for stage in stage_names(config)}
@@ -123,9 +123,9 @@ def compress(config: ExperimentConfig, target: Store, *, check: bool) -> int:
         lengths=[0] * len(keys),
     )
     pixels = torch.from_numpy(values.copy()).permute(0, 3, 1, 2)
-    with naming("sample.batch_size", header.batch_size), _shown("compress", header, models) as options:
+    with naming_full_memory("sample.batch_size", header.batch_size), _shown("compress", header, models) as options:
         data = pack(header, list(coding.encode(models, pixels.to(resources.device), **options)))
-    with reading(target, what="write to"):
+    with accessing(target, what="write to"):
         target.write_bytes("", data)
     if check:
         with _shown("check", header, models) as options:
@@ -143,7 +143,7 @@ def compress(config: ExperimentConfig, target: Store, *, check: bool) -> int:
 def decompress(config: ExperimentConfig, file: str, target: Store) -> int:
     """Writes what can be decoded. Raises UserError for another machine or network, and if something is damaged."""
     source = open_store(file)
-    with reading(source, what="read"):
+    with accessing(source, what="read"):
         header, streams = unpack(source.read_bytes(""), name=file)
     device = "cuda" if header.numerics.get("device") == "cuda" and torch.cuda.is_available() else "cpu"
     here = coding.numerics(device, precision=header.numerics["precision"])
@@ -151,14 +151,14 @@ def decompress(config: ExperimentConfig, file: str, target: Store) -> int:
         other = [f"{key} {own} (here {here.get(key)})" for key, own in header.numerics.items() if here.get(key) != own]
         raise UserError(f"{file} can be decoded only with what coded it: {', '.join(other)}")
     store = run_folder(config)
-    with reading(store):
+    with accessing(store):
         past = [attempt for stage in header.stages for attempt in attempts.history(store, train_node(stage))]
         known = {attempts.content(own, pipeline.WEIGHTS): own for own in attempts.intact(store, past)}
     networks = {stage: known[digest] for stage, digest in header.stages.items() if digest in known}
     if lost := [stage for stage in header.stages if stage not in networks]:
         raise UserError(f"{file} was coded by other networks than {store.uri} has: {', '.join(lost)}")
     models, num_whole = _loaded(networks, store, device), 0
-    with _shown("decompress", header, models) as options, reading(target, what="write to"):
+    with _shown("decompress", header, models) as options, accessing(target, what="write to"):
         for name, image in zip(header.names, coding.decode(models, streams, **options), strict=True):
             if image is None:
                 print(f"damaged: {printable(name)}")

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data_prep.config import DataConfig, at_least, one_of
+from data_prep.config import NOT_SEMANTIC, DataConfig, at_least, one_of
 from pipelines.dag.plan import nearest
 from spn.config import DECODERS, PRECISIONS, STAGES, DecoderConfig, EmbedderConfig, SPNConfig, TrainConfig
 
 if TYPE_CHECKING:  # an object that can draw: code that makes pictures must not count where networks train
     from pipelines.nodes.pictures import TrainingSamples
 
-NOT_SEMANTIC = {"semantic": False}  # metadata of fields that decide no result: fingerprints leave them out
 SYSTEMS = (  # the paper's: decoder baseline, SPN, size, depth, and full multidimensional upscaling
     ("baseline",),
     ("baseline", "depth_upscale"),  # over the plain raster order
@@ -104,7 +103,7 @@ class NodeResources:
     cpus_per_worker: float = 1.0  # per_node, nodes without workers: CPUs of the node (prepare_data: of each shard)
     use_gpu: bool = False
     gpus_per_worker: float = 1.0  # only with use_gpu
-    num_to_keep: int = 2  # checkpoints kept beside the best
+    num_to_keep: int = 2  # checkpoints: so many of the best are kept, and the newest
     max_failures: int = 3  # retries after a fault of the infrastructure; a node's own errors end it
     retry_wait_sec: float = 5.0  # before the first retry; doubles with each
 
@@ -235,7 +234,7 @@ class TrainNodeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoringConfig(EvaluateConfig):
+class EvaluateNodeConfig(EvaluateConfig):
     """Of the nodes evaluate and score_images."""
 
     stages: tuple[str, ...]  # in chain order
@@ -245,7 +244,7 @@ class ScoringConfig(EvaluateConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawingConfig(SampleConfig):
+class SampleNodeConfig(SampleConfig):
     """Of the nodes sample and sample_images."""
 
     stages: tuple[str, ...]  # those that draw, in chain order

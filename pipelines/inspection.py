@@ -26,7 +26,7 @@ from pipelines.dag import status
 from pipelines.dag.attempts import history
 from pipelines.dag.progress import Display, Update
 from pipelines.nodes import registry
-from pipelines.start import locked, nodes_of, reading, run_folder
+from pipelines.start import accessing, locked, nodes_of, run_folder
 
 DONE, DAMAGED = 0, 1
 # What GPU-hours rest on: the share of the card's FLOP/s (spn.gpu.flops) that training and scoring reach. Measured on
@@ -71,7 +71,7 @@ def _plan(config: ExperimentConfig, store: Store, *only: str) -> planning.Plan:
 def show_status(config: ExperimentConfig) -> int:
     """Prints what the run folder holds of every node. Needs neither Ray nor MLflow."""
     store = run_folder(config)
-    with reading(store):
+    with accessing(store):
         table = status.lines(_plan(config, store))
     print("\n".join([f"run folder: {store.uri}", *table]))
     return DONE
@@ -84,7 +84,7 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
     """
     store = run_folder(config)
     with locked(Lock(store)) if delete and store.list("nodes") else contextlib.nullcontext():
-        with reading(store):
+        with accessing(store):
             plan = _plan(config, store)
             if found := status.find_garbage(plan):  # else there is no need to ask MLflow
                 uri = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)

@@ -18,12 +18,12 @@ from pipelines.cluster import ROOT
 from pipelines.config import (
     SAMPLE_IMAGES,
     SCORE_IMAGES,
-    DrawingConfig,
+    EvaluateNodeConfig,
     ExperimentConfig,
     NodeResources,
     PrepareDataNodeConfig,
     ReportNodeConfig,
-    ScoringConfig,
+    SampleNodeConfig,
     TrainNodeConfig,
     UserImages,
     node_names,
@@ -45,7 +45,7 @@ INGEST_CPUS = 0.25  # a train node's read tasks, beside its workers
 # Module -> why a change of its code cannot change what a node makes. A node does not rerun when only these change, so
 # an entry needs care: what is missing here costs a rerun, what is wrong here skips one that is needed. The imports of
 # such a module do not count through it, but they do count if a node also reaches them in another way.
-NOT_SEMANTIC = {
+NOT_SEMANTIC_MODULES = {
     "data_prep.files": "moves bytes as they are; checksums of all outputs are in _SUCCESS.json",
     "data_prep.lock": "keeps two writers out of one folder",
     "data_prep.ray_compat": "when Ray Data starts and rests, and where Ray keeps what it does not publish",
@@ -63,7 +63,7 @@ NOT_SEMANTIC = {
     "spn.decoding.jacobi": "draws what the network draws one value after the other; its passes only get there sooner",
     "spn.gpu.jacobi": "the same on a GPU",
 }
-SOURCES = Sources(ROOT, ("spn", "data_prep", "pipelines"), frozenset(NOT_SEMANTIC))
+SOURCES = Sources(ROOT, ("spn", "data_prep", "pipelines"), frozenset(NOT_SEMANTIC_MODULES))
 
 
 def nodes(
@@ -200,7 +200,7 @@ def _finished_training(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 def _evaluate(config: ExperimentConfig, stages: Sequence[str], images: UserImages | None = None) -> Node:
     """evaluate; with the user's images score_images."""
     resources, trains = config.resources.per_node["evaluate"], tuple(map(train_node, stages))
-    scoring = ScoringConfig(
+    scoring = EvaluateNodeConfig(
         stages=tuple(stages),
         dataset=config.data.dataset if images is None else "",
         resources=resources,
@@ -235,7 +235,7 @@ def _sample(config: ExperimentConfig, stages: Sequence[str], images: UserImages 
         function="pipelines.nodes.sample:run" if images is None else "pipelines.nodes.images:sample",
         needs=tuple(map(train_node, stages)),
         reads=_weights(stages),
-        config=DrawingConfig(stages=tuple(stages), resources=resources, images=images, **chosen),
+        config=SampleNodeConfig(stages=tuple(stages), resources=resources, images=images, **chosen),
         source="" if images is None else images.digest,
         tags={} if images is None else {"use": str(sample.use)},
         **_runs_on(resources, own_process=True),

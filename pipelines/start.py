@@ -59,7 +59,7 @@ def start(
         return planning.plan(nodes, store, sources=pipeline.SOURCES, only=only, **chosen)
 
     lock = Lock(store)
-    with reading(store):
+    with accessing(store):
         plan, holder = make_plan(), lock.holder()
     if holder and not dry_run:  # at once: Ray takes a while to start, and memory from the start that is running
         raise UserError(refusal_to_share(store, holder))
@@ -77,7 +77,7 @@ def start(
     try:
         running.refuse(plan.decisions, session.capacity)
         with locked(lock):
-            with reading(store):
+            with accessing(store):
                 plan = make_plan()  # as it is now that nobody else writes
             if session is cluster.NONE:
                 session = _session(config, plan)
@@ -241,7 +241,7 @@ def bits_table(results: Mapping) -> Table:
 def run_folder(config: ExperimentConfig) -> Store:
     """Raises UserError when it cannot be read or is another config's."""
     store = open_store(join(resolve_storage(config), config.name))
-    with reading(store):
+    with accessing(store):
         check_run_folder(store, name=config.name)
     return store
 
@@ -282,13 +282,14 @@ def nodes_of(config: ExperimentConfig, store: Store, *, images: UserImages | Non
 
 def _roots(store: Store, config: ExperimentConfig) -> tuple[str | None, str]:
     """data.root of the config that the run folder was made with last (None in a new one), and of this one."""
-    with reading(store):
+    with accessing(store):
         data = check_run_folder(store, name=config.name).get("data")
     return str(data.get("root")) if isinstance(data, dict) else None, mask_uris(str(config.data.root))
 
 
 @contextlib.contextmanager
-def reading(store: Store, *, what: str = "read the run folder") -> Iterator[None]:
+def accessing(store: Store, *, what: str = "read the run folder") -> Iterator[None]:
+    """An OSError in the block becomes a UserError, "cannot {what} {store.uri}: why", except that of a full disk."""
     try:
         with naming_full_disk(store.uri):
             yield
@@ -301,7 +302,7 @@ def reading(store: Store, *, what: str = "read the run folder") -> Iterator[None
 
 @contextlib.contextmanager
 def locked(lock: Lock) -> Iterator[None]:
-    with reading(lock.store, what="write to the run folder"):
+    with accessing(lock.store, what="write to the run folder"):
         lock.acquire()
     try:
         yield

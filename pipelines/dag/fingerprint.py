@@ -107,7 +107,7 @@ def code_hashes(modules: Iterable[str], sources: Sources) -> dict[str, str]:
 
     Imports inside functions count; imports for type checkers only do not. Comments, docstrings and layout do not
     matter. A module in `sources.not_semantic` is left out, and its imports are not followed.
-    Raises ValueError for one of `modules` that is in none of the packages or has no source file.
+    Raises ValueError for a relative import, and for one of `modules` in none of the packages or without a source file.
     """
     hashes: dict[str, str] = {}
     queue: list[str] = []
@@ -126,8 +126,7 @@ def code_hashes(modules: Iterable[str], sources: Sources) -> dict[str, str]:
         if file is None:
             skipped.add(name)
             continue
-        package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-        hashes[name], imported = _parsed(file.read_text(encoding="utf-8"), package)
+        hashes[name], imported = _parsed(file.read_text(encoding="utf-8"), name)
         queue += imported
     return dict(sorted(hashes.items()))
 
@@ -136,14 +135,14 @@ def changed(code: Mapping[str, str], root: Path) -> list[str]:
     """Modules of `code` whose source below `root` no longer has the hash that is given there."""
     files = {name: _source(name, root=root) for name in code}
     texts = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file is not None}
-    return [name for name, known in code.items() if name not in texts or _parsed(texts[name], "")[0] != known]
+    return [name for name, known in code.items() if name not in texts or _parsed(texts[name], name)[0] != known]
 
 
 @functools.lru_cache(maxsize=1024)
-def _parsed(text: str, package: str) -> tuple[str, tuple[str, ...]]:
+def _parsed(text: str, module: str) -> tuple[str, tuple[str, ...]]:
     """(hash of the syntax tree, names that it may import) of a module's source text."""
     tree = ast.parse(text)
-    imported = (name for each in _imports(tree, package=package) for name in _with_parents(each))
+    imported = (name for each in _imports(tree, module) for name in _with_parents(each))
     known = hashlib.sha256(_text(tree).encode()).hexdigest()[:16]
     return SAME_RESULTS.get(known, known), tuple(dict.fromkeys(imported))
 
@@ -226,7 +225,7 @@ def _with_parents(module: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
-def _imports(tree: ast.Module, *, package: str) -> Iterator[str]:
+def _imports(tree: ast.Module, module: str) -> Iterator[str]:
     """Absolute names that may be modules; `from a import b` gives a and a.b, of which a.b may be a plain name."""
     queue: list[ast.AST] = [tree]
     while queue:
@@ -240,12 +239,9 @@ def _imports(tree: ast.Module, *, package: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
             if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, base] if base else above)
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+                raise ValueError(f"{module}, line {node.lineno}: relative imports are not followed; name the package")
+            yield from (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names))
         queue.extend(ast.iter_child_nodes(node))
 
 

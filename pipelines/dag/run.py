@@ -288,8 +288,7 @@ class _Engine:
             extends=decision.extends.output(store) if decision.extends else None,
             restarts=len(starts),
         )
-        upstream = {need: self.made[need].attempt for need in node.needs}
-        task = Task(store, node.function, context, upstream, decision.ingredients, self.git_commit)
+        task = Task(store, node.function, context, decision.ingredients, self.git_commit)
         # The next node may use the process, whose imports take seconds. After a GPU's node Ray ends it: memory is free.
         remote = self.ray.remote(max_retries=0, num_cpus=node.num_cpus, num_gpus=node.num_gpus)(execute)
         reference = remote.options(name=f"node:{node.name}").remote(task, *self.imports)

@@ -40,7 +40,6 @@ class Task:
     store: Store
     function: str
     context: NodeContext[Any]
-    upstream: Mapping[str, str]  # node -> attempt
     ingredients: Mapping[str, Any]
     git_commit: str
 
@@ -93,7 +92,7 @@ def execute(task: Task, *after: None) -> Outcome:
         finished=attempts.utc_now(),
         outputs=outputs,
         named=dict(result.outputs),
-        upstream=dict(task.upstream),
+        upstream={need: output.attempt for need, output in context.inputs.items()},
         ingredients=dict(task.ingredients),
         metrics={key: float(value) for key, value in result.metrics.items()},
         mlflow_run_id=context.run.run_id,

@@ -14,7 +14,7 @@ import functools
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
@@ -25,15 +25,15 @@ import torch
 from PIL import Image
 
 from data_prep.files import Store, UserError, join, open_store
-from data_prep.parquet import Dataset, open_dataset, open_parquet, pixels, read_shard
-from pipelines.config import ScoringConfig
+from data_prep.parquet import open_dataset, open_parquet, pixels
+from pipelines.config import EvaluateNodeConfig
 from pipelines.dag.node import NodeContext, NodeOutput, NodeResult
 from pipelines.dag.progress import Reporter
-from pipelines.nodes.histogram import Histogram, count_values, raw_entropy_bits
-from pipelines.nodes.memory import naming
+from pipelines.nodes.histogram import count_values, histogram_nats, raw_entropy_bits
+from pipelines.nodes.memory import naming_full_memory
 from pipelines.nodes.registry import StageModel, register
 from pipelines.nodes.trained import load_stage_configs, load_stages
-from pipelines.nodes.workers import each, gang, gang_name
+from pipelines.nodes.workers import each, gang
 from spn.config import SPNConfig, first_given
 from spn.evaluation import Forward, bits_per_dim, scored_slices, stage_nats
 from spn.model import SPN
@@ -79,7 +79,7 @@ class Results(TypedDict):
     with_raw_weights: Difference
 
 
-def run(context: NodeContext[ScoringConfig]) -> NodeResult:
+def run(context: NodeContext[EvaluateNodeConfig]) -> NodeResult:
     config = context.config
     stages, dataset = config.stages, open_dataset(context.inputs["prepare_data"].place("dataset"))
     num_test = dataset.num_images("test")
@@ -89,12 +89,13 @@ def run(context: NodeContext[ScoringConfig]) -> NodeResult:
     store = open_store(context.out)
     job = ScoringJob(config, context.inputs, store.uri, functools.partial(read_test, dataset.uri, size), compared=True)
     scores = score(job, num_test, progress=context.progress)
-    histogram, png = Histogram(), list[int]()
-    for table in _tables(dataset, size, "train"):
-        histogram.add(pixels(table))
+    histogram, png = np.ones((3, 256)), list[int]()
+    read = functools.partial(dataset.tables, resolution=size, bits=8, columns=["px"])
+    for images in map(pixels, read(split="train")):
+        histogram += count_values(images)
     seen, seen_first = np.zeros((3, 256), np.int64), np.zeros((3, 256), np.int64)
     step = scores.configs[stages[0]].scaling_factor
-    for images in map(pixels, _tables(dataset, size, "test")):
+    for images in map(pixels, read(split="test")):
         seen += count_values(images)
         seen_first += count_values(images[:, ::step, ::step])
         png += map(_png_bytes, images[: PNG_IMAGES - len(png)])
@@ -140,24 +141,12 @@ def standard_error(values: np.ndarray) -> float:
 
 def read_test(uri: str, size: int, rows: range) -> tuple[list[str], np.ndarray]:
     """Rows of the test split at 8 bits."""
-    tables = list(_tables(open_dataset(uri), size, "test", rows))
-    keys = [key for table in tables for key in table.column("key").to_pylist()]
-    return keys, np.concatenate([pixels(table) for table in tables])
+    tables = open_dataset(uri).tables(resolution=size, bits=8, split="test", columns=["key", "px"], rows=rows)
+    table = pa.concat_tables(tables)
+    return table.column("key").to_pylist(), pixels(table)
 
 
-def _tables(dataset: Dataset, size: int, split: str, rows: range | None = None) -> Iterator[pa.Table]:
-    """key, px of the rows of a split at 8 bits, of all of them by default: a table per row group that has some."""
-    start, rows = 0, rows or range(dataset.num_images(split))
-    for shard in dataset.shards(resolution=size, bits=8, split=split):
-        for group, length in enumerate(shard.row_group_rows):
-            first, end = max(rows.start - start, 0), min(rows.stop - start, length)
-            if first < end:
-                table = read_shard(dataset.uri, shard, row_group=group, columns=["key", "px"])
-                yield table.slice(first, end - first)
-            start += length
-
-
-def _part(scores: Scores, stage: str, seen: np.ndarray, seen_first: np.ndarray, histogram: Histogram) -> Part:
+def _part(scores: Scores, stage: str, seen: np.ndarray, seen_first: np.ndarray, histogram: np.ndarray) -> Part:
     """Bits/dim of the dims that a stage answers for, beside what a uniform distribution and the histogram need.
 
     seen, seen_first: counts of all values of the test images, and of those in slice (0, 0).
@@ -166,7 +155,7 @@ def _part(scores: Scores, stage: str, seen: np.ndarray, seen_first: np.ndarray, 
     rest = seen - seen_first if first_given(stage, scores.configs) else seen
     counts = seen_first if config.stage == "first_slice" else rest
     share = counts.sum() / seen.sum()
-    nats = histogram.nats(counts, given_bits=config.num_given_bits, num_bits=config.num_bits)
+    nats = histogram_nats(histogram, counts, given_bits=config.num_given_bits, num_bits=config.num_bits)
     means = scores.mean(stage)
     return Part(
         bits_per_dim=float(means.sum()),
@@ -185,7 +174,7 @@ def _part(scores: Scores, stage: str, seen: np.ndarray, seen_first: np.ndarray, 
 class ScoringJob:
     """What every worker gets. Picklable."""
 
-    config: ScoringConfig
+    config: EvaluateNodeConfig
     inputs: Mapping[str, NodeOutput]  # of the train nodes
     out: str  # folder of the node
     read: Read
@@ -194,7 +183,7 @@ class ScoringJob:
 
 def score(job: ScoringJob, num_images: int, *, progress: Reporter) -> Scores:
     """Scores the chunks that are not on storage yet and returns what all came to."""
-    store, resources, batch = open_store(job.out), job.config.resources, job.config.batch_size
+    store, batch = open_store(job.out), job.config.batch_size
     store.remove_temporaries()
     scores, todo = Scores(load_stage_configs(job.inputs, job.config.stages)), list[range]()
     for start in range(0, num_images, batch):
@@ -204,8 +193,7 @@ def score(job: ScoringJob, num_images: int, *, progress: Reporter) -> Scores:
             todo.append(rows)
         else:
             scores.add(rows, table)
-    num, name = min(resources.num_workers, len(todo)), gang_name("score", job.out)
-    with gang(ScoringWorker, job, num=num, resources=resources, name=name) as workers:
+    with gang(ScoringWorker, job, most=len(todo)) as workers:
         for rows, table in each(workers, "score", todo):
             scores.add(rows, table)
             total = scores.of("total")
@@ -283,7 +271,7 @@ class ScoringWorker:
         whole = images
         if self.device == "cuda" and rows.start:  # a shorter last chunk would be compiled once more
             whole = np.concatenate([images, np.zeros((batch - len(images), *images.shape[1:]), np.uint8)])
-        with naming("evaluate.batch_size", batch):
+        with naming_full_memory("evaluate.batch_size", batch):
             found = self._nats(whole, self.models, self.forwards, in_bfloat16=self.in_bfloat16)
         columns = {"key": pa.array(keys), **{stage: _lists(part[: len(images)]) for stage, part in found.items()}}
         if self.job.compared and rows.start == 0:
@@ -344,7 +332,7 @@ def _png_bytes(image: np.ndarray) -> int:
 
 
 def _tell_train_runs(
-    context: NodeContext[ScoringConfig], results: Results, configs: Mapping[str, SPNConfig], test_set: str
+    context: NodeContext[EvaluateNodeConfig], results: Results, configs: Mapping[str, SPNConfig], test_set: str
 ) -> None:
     """Each stage's own run gets its test score, so that the UI's compare page has it in one column, and its network
     becomes a version in the model registry."""

@@ -10,27 +10,18 @@ def count_values(pixels: np.ndarray) -> np.ndarray:
     return np.stack([np.bincount(pixels[..., channel].ravel(), minlength=256) for channel in range(3)])
 
 
-class Histogram:
-    """Per-channel histogram of 8-bit training pixels: the simplest honest model, to be beaten.
+def histogram_nats(histogram: np.ndarray, counts: np.ndarray, *, given_bits: int, num_bits: int) -> float:
+    """Summed nats of bits given_bits .. given_bits + num_bits, given those above, of pixels with these counts [3, 256].
 
-    Counts start at 1, so every value has some probability. Low-depth and low-bit parts follow from the same
-    distribution (marginal of the high bits, then low bits given them), so its parts add up too.
+    histogram: [3, 256], one more than the counts of the training pixels, so that every value has some probability: the
+    simplest honest model, to be beaten. Low-depth and low-bit parts follow from the same distribution (marginal of the
+    high bits, then low bits given them), so its parts add up too.
     """
-
-    def __init__(self) -> None:
-        self.counts = np.ones((3, 256))
-
-    def add(self, pixels: np.ndarray) -> None:
-        """Count uint8 pixels [..., 3]."""
-        self.counts += count_values(pixels)
-
-    def nats(self, counts: np.ndarray, *, given_bits: int, num_bits: int) -> float:
-        """Summed nats of bits given_bits .. given_bits + num_bits, given those above, of pixels with these counts."""
-        whole = self.counts / self.counts.sum(1, keepdims=True)
-        joint = whole.reshape(3, 2 ** (given_bits + num_bits), -1).sum(2)
-        above = joint.reshape(3, 2**given_bits, -1).sum(2)
-        seen = counts.reshape(3, 2 ** (given_bits + num_bits), -1).sum(2)
-        return float((seen * (np.log(above).repeat(2**num_bits, axis=1) - np.log(joint))).sum())
+    whole = histogram / histogram.sum(1, keepdims=True)
+    joint = whole.reshape(3, 2 ** (given_bits + num_bits), -1).sum(2)
+    above = joint.reshape(3, 2**given_bits, -1).sum(2)
+    seen = counts.reshape(3, 2 ** (given_bits + num_bits), -1).sum(2)
+    return float((seen * (np.log(above).repeat(2**num_bits, axis=1) - np.log(joint))).sum())
 
 
 def raw_entropy_bits(counts: np.ndarray) -> float:

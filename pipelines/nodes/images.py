@@ -23,9 +23,9 @@ from data_prep.files import FileEntry, Store, UserError, open_store, printable
 from pipelines.config import (
     SAMPLE_IMAGES,
     SCORE_IMAGES,
-    DrawingConfig,
+    EvaluateNodeConfig,
     ExperimentConfig,
-    ScoringConfig,
+    SampleNodeConfig,
     UserImages,
     stage_model_config,
     stage_names,
@@ -53,7 +53,7 @@ NOT_RGB = {  # conversions that a dataset would flag, and that nobody should fin
 # ---- nodes ------------------------------------------------------------------------------------------------------
 
 
-def sample(context: NodeContext[DrawingConfig]) -> NodeResult:
+def sample(context: NodeContext[SampleNodeConfig]) -> NodeResult:
     """sample_images: upscales images in size or depth, or completes them, several draws each.
 
     Draws depend on the seed, on an image's values and on the number of the draw, not on the other images.
@@ -81,7 +81,7 @@ def sample(context: NodeContext[DrawingConfig]) -> NodeResult:
     return NodeResult(outputs={"images": FOLDER}, metrics=counts(chunks), pictures=shown)
 
 
-def score(context: NodeContext[ScoringConfig]) -> NodeResult:
+def score(context: NodeContext[EvaluateNodeConfig]) -> NodeResult:
     """score_images: exact bits/dim of images, of each part of the chain and in total."""
     config, user = context.config, _given(context.config)
     read = functools.partial(_read_images, user.keys, user.values << (8 - user.num_bits))
@@ -101,7 +101,7 @@ def score(context: NodeContext[ScoringConfig]) -> NodeResult:
     return NodeResult(outputs={"scores": FOLDER}, metrics=metrics)
 
 
-def _given(config: DrawingConfig | ScoringConfig) -> UserImages:
+def _given(config: SampleNodeConfig | EvaluateNodeConfig) -> UserImages:
     assert config.images is not None
     return config.images
 
@@ -119,7 +119,7 @@ def _named_digests(user: UserImages) -> dict[str, str]:
     return dict(zip(user.keys, user.digests, strict=True))
 
 
-def _given_bits(drawing: DrawingConfig, network: SPNConfig) -> np.ndarray:
+def _given_bits(drawing: SampleNodeConfig, network: SPNConfig) -> np.ndarray:
     """[H, W]: how many bits of each pixel of an image were given."""
     size, factor, depth = network.image_size, network.scaling_factor, _given(drawing).num_bits
     bits = np.zeros((size, size), np.int64)
@@ -133,7 +133,7 @@ def _given_bits(drawing: DrawingConfig, network: SPNConfig) -> np.ndarray:
     return bits
 
 
-def _shown(drawing: DrawingConfig, given_bits: np.ndarray) -> np.ndarray:
+def _shown(drawing: SampleNodeConfig, given_bits: np.ndarray) -> np.ndarray:
     """The given images, gray where nothing was given."""
     user = _given(drawing)
     pictures = display(user.values, num_bits=user.num_bits)

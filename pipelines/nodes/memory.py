@@ -46,7 +46,7 @@ def free_memory() -> None:
 
 
 @contextlib.contextmanager
-def naming(setting: str, size: int) -> Iterator[None]:
+def naming_full_memory(setting: str, size: int) -> Iterator[None]:
     """Running out of GPU memory becomes one line that names the setting, of which `size` was too much."""
     try:
         yield

@@ -27,10 +27,10 @@ import torch
 
 from data_prep.files import Store, UserError, open_store
 from data_prep.parquet import open_parquet, pixel_column, pixels, shard_path
-from pipelines.config import DrawingConfig
+from pipelines.config import SampleNodeConfig
 from pipelines.dag.node import NodeContext, NodeOutput, NodeResult, Picture
 from pipelines.dag.progress import Reporter
-from pipelines.nodes.memory import halved, largest_that_fits, naming
+from pipelines.nodes.memory import halved, largest_that_fits, naming_full_memory
 from pipelines.nodes.pictures import (
     after_stages,
     animation,
@@ -42,7 +42,7 @@ from pipelines.nodes.pictures import (
     side_by_side,
 )
 from pipelines.nodes.trained import checkpoint_step, load_stage_configs, load_stages
-from pipelines.nodes.workers import ask, each, gang, gang_name
+from pipelines.nodes.workers import ask, each, gang
 from spn.config import SPNConfig
 from spn.model import SPN
 from spn.ordering import image_to_slices
@@ -55,7 +55,7 @@ MOST_ON_GPU = 1024  # drawn at once: the cost per image hardly falls beyond, and
 ON_CPU = 16  # one thread draws a chunk, and only whole chunks are kept
 
 
-def run(context: NodeContext[DrawingConfig]) -> NodeResult:
+def run(context: NodeContext[SampleNodeConfig]) -> NodeResult:
     config = context.config
     store = open_store(context.out).sub(FOLDER)
     numbers = range(config.num_images)
@@ -89,7 +89,7 @@ def counts(chunks: Sequence[Chunk]) -> dict[str, float]:
 
 def record(context: NodeContext[Any], chunks: Sequence[Chunk]) -> dict[str, Any]:
     """How the images were drawn, as JSON."""
-    config: DrawingConfig = context.config
+    config: SampleNodeConfig = context.config
     left_out = {field.name for field in dataclasses.fields(config) if not field.metadata.get("semantic", True)}
     settings = {name: value for name, value in vars(config).items() if name not in left_out}
     networks = {stage: context.inputs[f"train_{stage}"].attempt for stage in config.stages}
@@ -114,7 +114,7 @@ class Chunk:
 class Job:
     """What every worker gets. Picklable."""
 
-    config: DrawingConfig
+    config: SampleNodeConfig
     inputs: Mapping[str, NodeOutput]  # of the train nodes
     out: str  # folder of the images
 
@@ -142,9 +142,7 @@ def draw(job: Job, images: Chunk, *, progress: Reporter) -> list[Chunk]:
 
     def start_workers(most: int) -> None:
         if not workers and most:
-            num, name = min(resources.num_workers, most), gang_name("draw", job.out)
-            started = gang(DrawingWorker, job, progress, total, num=num, resources=resources, name=name)
-            workers.extend(stack.enter_context(started))
+            workers.extend(stack.enter_context(gang(DrawingWorker, job, progress, total, most=most)))
 
     with contextlib.ExitStack() as stack:
         size = recorded_size(store)
@@ -263,7 +261,7 @@ class DrawingWorker:
             done += pixels_per_row
             part.update(done, self.total, unit="pixels", note=note)
 
-        with naming("sample.batch_size", len(chunk.keys)):
+        with naming_full_memory("sample.batch_size", len(chunk.keys)):
             known = sample_chain(
                 self.models,
                 seed=config.seed,

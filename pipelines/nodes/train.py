@@ -39,7 +39,7 @@ from data_prep.ingest import collate, train_stream
 from data_prep.parquet import Dataset, draws, open_dataset
 from pipelines.config import TrainNodeConfig
 from pipelines.dag.node import NodeContext, NodeResult
-from pipelines.nodes.memory import free_memory, halved, largest_that_fits, naming
+from pipelines.nodes.memory import free_memory, halved, largest_that_fits, naming_full_memory
 from pipelines.nodes.trained import start_weights_of
 from spn.bitdepth import stage_values
 from spn.checkpoint import CONFIG, load_trainer, load_weights, save_checkpoint
@@ -208,7 +208,7 @@ def train_worker(context: NodeContext[TrainNodeConfig], recorded: int | None) ->
     batches = micro_batches(
         node, micro_batch_size, first_step=state.step, rank=rank, num_workers=num_workers, device=device
     )
-    with contextlib.closing(recorder), naming("train.micro_batch_size", micro_batch_size):
+    with contextlib.closing(recorder), naming_full_memory("train.micro_batch_size", micro_batch_size):
         fit(
             state,
             config=config,

@@ -8,19 +8,20 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from pipelines.config import NodeResources
-
 
 @contextlib.contextmanager
-def gang(worker: type, *arguments: Any, num: int, resources: NodeResources, name: str) -> Iterator[list[Any]]:
-    """`num` workers of a class; they end with the block. With resources.num_workers=1 it is an object of this process.
+def gang(worker: type, job: Any, *arguments: Any, most: int) -> Iterator[list[Any]]:
+    """Workers of a class for a job: job.config.resources.num_workers, but at most `most`. They end with the block. With
+    num_workers=1 it is an object of this process.
 
     Actors start together or not at all: two runs that hold half of the GPUs each would wait for each other. One that
-    dies is replaced and its call made again, resources.max_failures times; then Ray's error is raised.
-    name: of their placement group, which is removed first if a killed start left it behind in this Ray session.
+    dies is replaced and its call made again, resources.max_failures times; then Ray's error is raised. A placement
+    group that a killed start of the same job left behind in this Ray session is removed first.
     """
+    resources, name = job.config.resources, gang_name(worker, job)
+    num = min(resources.num_workers, most)
     if not num or resources.num_workers == 1:  # the node's own task has the CPUs and the GPU
-        yield [worker(*arguments) for _ in range(num)]
+        yield [worker(job, *arguments) for _ in range(num)]
         return
     import ray
 
@@ -39,7 +40,7 @@ def gang(worker: type, *arguments: Any, num: int, resources: NodeResources, name
             max_task_retries=resources.max_failures,
             scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group),
         )(worker)
-        actors.extend(remote.remote(*arguments) for _ in range(num))
+        actors.extend(remote.remote(job, *arguments) for _ in range(num))
         yield actors
     finally:
         for actor in actors:
@@ -47,9 +48,9 @@ def gang(worker: type, *arguments: Any, num: int, resources: NodeResources, name
         remove_group()
 
 
-def gang_name(purpose: str, out: str) -> str:
-    """Of a gang that writes to a folder, by which a later start finds its placement group."""
-    return f"{purpose}-{hashlib.sha256(out.encode()).hexdigest()[:16]}"
+def gang_name(worker: type, job: Any) -> str:
+    """Of the placement group: the same for all starts that write to the job's folder."""
+    return f"{worker.__name__}-{hashlib.sha256(job.out.encode()).hexdigest()[:16]}"
 
 
 def ask(workers: Sequence[Any], method: str, *arguments: Any) -> list[Any]:

@@ -52,14 +52,14 @@ def test_scheduling_rests_between_its_steps(ray_session: None, monkeypatch: pyte
     clock = SimpleNamespace(monotonic=lambda: 5.0 + sum(rests), sleep=rests.append)
     with monkeypatch.context() as patched:
         patched.setattr(ray_compat, "time", clock)
-        paced = ray_compat.Paced()
+        paced = ray_compat.RestBetweenSteps()
         for _ in range(3):
             paced.on_execution_step(None)
     assert rests == [0.0, *[pytest.approx(ray_compat._STEP_SEC)] * 2]
     steps = []
-    monkeypatch.setattr(ray_compat.Paced, "on_execution_step", lambda self, executor: steps.append(executor))
+    monkeypatch.setattr(ray_compat.RestBetweenSteps, "on_execution_step", lambda self, executor: steps.append(executor))
     rows = ray.data.range(4).map_batches(lambda batch: batch)
-    rows.context.custom_execution_callback_classes.append(ray_compat.Paced)
+    rows.context.custom_execution_callback_classes.append(ray_compat.RestBetweenSteps)
     assert rows.take_all() and steps, "Ray Data calls it at every step"
 
 

@@ -23,11 +23,11 @@ from pipelines.cluster import ROOT
 from pipelines.config import (
     DECODERS,
     USES,
-    DrawingConfig,
+    EvaluateNodeConfig,
     ExperimentConfig,
     PrepareDataNodeConfig,
     ReportNodeConfig,
-    ScoringConfig,
+    SampleNodeConfig,
     TrainNodeConfig,
     stage_model_config,
     stage_names,
@@ -318,8 +318,8 @@ DECIDES_NOTHING = {  # an addition lets changed results be skipped, so it needs 
     DataConfig: {"root", "max_quarantine_fraction"},
     PrepareDataNodeConfig: {"num_cpus"},
     TrainNodeConfig: RESOURCES | {"samples", "init_from"},
-    DrawingConfig: RESOURCES | {"images"},
-    ScoringConfig: RESOURCES | {"images"},
+    SampleNodeConfig: RESOURCES | {"images"},
+    EvaluateNodeConfig: RESOURCES | {"images"},
     ReportNodeConfig: set(),
 }
 

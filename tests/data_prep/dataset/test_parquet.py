@@ -29,6 +29,18 @@ def test_round_trip_at_every_resolution_and_depth(tiny: tuple):
     assert only_keys.column_names == ["key"]
 
 
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [(range(46), [10, 10, 3] * 2), (range(12, 25), [8, 3, 2]), (range(40, 99), [3, 3]), (range(0), [])],
+)
+def test_rows_are_read_by_row_groups(tiny: tuple, rows: range, sizes: list[int]):
+    dataset, names, _ = tiny
+    tables = list(dataset.tables(resolution=8, bits=8, split="train", columns=["key"], rows=rows))
+    assert [table.num_rows for table in tables] == sizes
+    keys = [key for table in tables for key in table.column("key").to_pylist()]
+    assert keys == names.column("key").to_pylist()[rows.start : rows.stop]
+
+
 def test_file_has_zstd_checksums_and_no_images_in_its_footer(tiny: tuple, tmp_path: pathlib.Path):
     path = tmp_path / shard_path(resolution=8, bits=8, split="train", index=0, num_shards=2)
     group = pq.read_metadata(path).row_group(0)

@@ -100,22 +100,26 @@ def test_all_ways_to_import_are_followed(tmp_path: Path) -> None:
 import toy.plain
 import os, numpy
 from toy.named import value
-from . import sibling
-from .sub import inside
+from toy.sub import inside
 def late():
     from toy import in_function
 """,
         plain="",
         named="from toy.chained import x",
-        chained="from . import main",
-        sibling="",
+        chained="from toy import main",
         in_function="",
         unused="",
-        folders={"sub/__init__": "from ..above import y", "sub/inside": ""},
+        folders={"sub/__init__": "from toy.above import y", "sub/inside": ""},
         above="y = 1",
     )
-    names = "above chained in_function main named plain sibling sub sub.inside".split()
+    names = "above chained in_function main named plain sub sub.inside".split()
     assert list(hashes(tmp_path)) == ["toy", *(f"toy.{name}" for name in names)]
+
+
+def test_a_relative_import_is_refused(tmp_path: Path) -> None:
+    package(tmp_path, main="import toy.sub", folders={"sub/__init__": "x = 1\nfrom . import inside", "sub/inside": ""})
+    with pytest.raises(ValueError, match="toy.sub, line 2: relative imports"):
+        hashes(tmp_path)
 
 
 def test_imports_for_type_checkers_do_not_count(tmp_path: Path) -> None:

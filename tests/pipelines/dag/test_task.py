@@ -131,6 +131,6 @@ def test_code_that_changed_since_the_launch_is_not_run(tmp_path: Path) -> None:
     context = NodeContext(
         "prepare", decision.fingerprint, "a", Toy(), {}, str(tmp_path), SilentRun(), Reporter("x"), True
     )
-    outcome = execute(Task(open_store(tmp_path), "toy.nodes:write", context, {}, planned, "unknown"))
+    outcome = execute(Task(open_store(tmp_path), "toy.nodes:write", context, planned, "unknown"))
     assert outcome.is_user_error and not (tmp_path / "value.txt").exists()
     assert outcome.error == "the code changed since this launch (toy.nodes); start again"

@@ -21,12 +21,12 @@ from toy.context import context
 from data_prep.files import open_store
 from data_prep.parquet import Manifest, ShardWriter, schema
 from pipelines import cli
-from pipelines.config import NodeResources, ScoringConfig
+from pipelines.config import EvaluateNodeConfig, NodeResources
 from pipelines.dag.node import NodeOutput
 from pipelines.dag.progress import Reporter
 from pipelines.nodes import evaluate
 from pipelines.nodes.evaluate import ScoringJob, ScoringWorker, score
-from pipelines.nodes.histogram import Histogram, count_values
+from pipelines.nodes.histogram import count_values, histogram_nats
 from pipelines.nodes.trained import load_stages
 from spn.checkpoint import save_checkpoint
 from spn.evaluation import bits_per_dim, chain_nats
@@ -38,10 +38,10 @@ IMAGES = np.random.default_rng(0).integers(256, size=(2 * NUM, SIDE, SIDE, 3)).a
 TRAIN, TEST = IMAGES[:NUM], IMAGES[NUM:]
 
 
-def config(workers: int = 1) -> ScoringConfig:
+def config(workers: int = 1) -> EvaluateNodeConfig:
     """Three chunks: of 3, 3 and 1 images."""
     resources = NodeResources(num_workers=workers, cpus_per_worker=0.5)
-    return ScoringConfig(stages=STAGES, batch_size=3, precision="float32", resources=resources, dataset="tiny")
+    return EvaluateNodeConfig(stages=STAGES, batch_size=3, precision="float32", resources=resources, dataset="tiny")
 
 
 def read(rows: range) -> tuple[list[str], np.ndarray]:
@@ -129,9 +129,7 @@ def test_results(networks, dataset, exact, tmp_path: Path, monkeypatch: pytest.M
     total = sum(exact.values())
     assert results["total"]["bits_per_dim"] == pytest.approx(total.mean(), rel=1e-6)
     assert results["total"]["standard_error"] == pytest.approx(total.std(ddof=1) / NUM**0.5, rel=1e-5)
-    histogram = Histogram()
-    histogram.add(TRAIN)
-    nats = histogram.nats(count_values(TEST), given_bits=0, num_bits=6)
+    nats = histogram_nats(1 + count_values(TRAIN), count_values(TEST), given_bits=0, num_bits=6)
     assert results["total"]["histogram"] == pytest.approx(nats / np.log(2) / TEST.size)
     assert results["generated_bits"] == 6 and results["png"] > 8 and results["precision"] == "float32"
     image = torch.from_numpy(TEST).permute(0, 3, 1, 2).long()

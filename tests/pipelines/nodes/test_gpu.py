@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from data_prep.files import UserError
-from pipelines.config import DrawingConfig, NodeResources
+from pipelines.config import NodeResources, SampleNodeConfig
 from pipelines.dag.node import NodeOutput
 from pipelines.dag.progress import Reporter
 from pipelines.nodes.sample import Chunk, DrawingWorker, Job, chunks_of
@@ -80,7 +80,7 @@ def test_a_worker_draws_as_many_images_at_once_as_it_found(
     model = tiny_spn("first_slice", seed=0, image_size=64, scaling_factor=2, num_bits=3, decoder=decoder).float()
     (tmp_path / "checkpoint").mkdir()
     save_checkpoint(tmp_path / "checkpoint", model=model, ema=model, trainer={})
-    config = DrawingConfig(
+    config = SampleNodeConfig(
         stages=("first_slice",),
         num_images=1024,
         batch_size=None,

@@ -88,7 +88,7 @@ def test_an_unusable_source_is_reported_in_one_line(
     with pytest.raises(UserError) as mistake:
         prepare_data.run(made)
     assert str(mistake.value).startswith(message) and "\n" not in str(mistake.value)
-    task = Task(open_store(tmp_path), "pipelines.nodes.prepare_data:run", made, {}, {}, "unknown")
+    task = Task(open_store(tmp_path), "pipelines.nodes.prepare_data:run", made, {}, "unknown")
     outcome = execute(task)
     assert outcome.is_user_error and outcome.error == str(mistake.value) and not outcome.is_fault
 
@@ -107,6 +107,6 @@ def test_other_errors_are_not_reported_as_the_users(
     (tmp_path / "raw").mkdir()
     photos(tmp_path / "raw")
     monkeypatch.setattr("data_prep.sources.base.open_store" if lost else "data_prep.build.make_plan", fails)
-    task = Task(open_store(tmp_path), "pipelines.nodes.prepare_data:run", context_of(tmp_path), {}, {}, "unknown")
+    task = Task(open_store(tmp_path), "pipelines.nodes.prepare_data:run", context_of(tmp_path), {}, "unknown")
     outcome = execute(task)
     assert (outcome.is_user_error, outcome.is_fault) == (False, lost) and str(error) in outcome.error

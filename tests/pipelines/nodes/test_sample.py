@@ -25,7 +25,7 @@ from toy.context import context
 
 from data_prep.files import UserError, open_store
 from data_prep.parquet import pixels
-from pipelines.config import DrawingConfig, NodeResources
+from pipelines.config import NodeResources, SampleNodeConfig
 from pipelines.dag.node import NodeOutput, Picture
 from pipelines.dag.progress import Reporter, Update
 from pipelines.nodes import sample
@@ -40,9 +40,9 @@ TWELVE = Chunk(tuple(f"{n:05d}" for n in range(12)), tuple(range(12)))
 distributed = pytest.mark.slow  # every worker is a process that imports torch and Ray
 
 
-def config(workers: int = 1, **changes: Any) -> DrawingConfig:
+def config(workers: int = 1, **changes: Any) -> SampleNodeConfig:
     """Of the whole chain, two images at once."""
-    base = DrawingConfig(
+    base = SampleNodeConfig(
         stages=STAGES,
         num_images=12,
         batch_size=2,
@@ -186,10 +186,10 @@ def test_an_error_in_a_chunk_ends_the_node_and_keeps_what_is_finished(workers, j
 
     images = Chunk(("a", "b\0"), (0, 1))  # no file can have the second name
     wrong = job("wrong", workers, batch_size=1)
-    ray.util.placement_group([{"CPU": 0.5}], name=gang_name("draw", wrong.out))
+    ray.util.placement_group([{"CPU": 0.5}], name=gang_name(DrawingWorker, wrong))
     with pytest.raises(ValueError, match="null"):
         draw(wrong, images, progress=Reporter("sample"))
-    groups = [g for g in ray.util.placement_group_table().values() if g["name"] == gang_name("draw", wrong.out)]
+    groups = [g for g in ray.util.placement_group_table().values() if g["name"] == gang_name(DrawingWorker, wrong)]
     if workers == 1:  # this process, which needs no group
         expected = ["chunks.json", "images/a.png", f"{PARQUET}/samples-00000-of-00002.parquet"]
         assert sorted(content(wrong.out)) == expected

@@ -75,8 +75,7 @@ def carry_out(made: Plan, *, broken: Sequence[str] = (), lock: str | None = None
             run=SilentRun(),
             progress=Reporter(node.name),
         )
-        upstream = {need: known[need].attempt for need in node.needs}
-        outcome = execute(Task(store, node.function, context, upstream, decision.ingredients, "unknown"))
+        outcome = execute(Task(store, node.function, context, decision.ingredients, "unknown"))
         assert outcome.success is not None, outcome.error
         known[node.name] = outcome.success
         ran.append(node.name)
