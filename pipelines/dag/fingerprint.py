@@ -22,8 +22,10 @@ SCHEMA = 3  # a higher number makes every node run again
 # Reviewed edits that change no result: hash of a module's code now -> hash under which finished outputs know it. An
 # entry goes when its module is edited in a way that does change results.
 SAME_RESULTS: dict[str, str] = {
-    "9cfd346a51aa9c26": "00c6a91bfc5bde18",  # data_prep.build
-    "58660100be310c75": "435be5d4abadaa34",  # data_prep.parquet
+    "92e9acc5ca209140": "00c6a91bfc5bde18",  # data_prep.build
+    "8371603407552ba1": "410c7603c7e083eb",  # data_prep.config
+    "3ee0b440a90fe953": "0167c7c4122c2a78",  # data_prep.ingest
+    "ac428bde4adf795a": "435be5d4abadaa34",  # data_prep.parquet
     "c223e7da86b9abba": "806ecb66135d4605",  # data_prep.plan
     "ab13de7557a0b47d": "3a9afbc0e8d43111",  # data_prep.sources
     "ae9c5abd948f7b54": "4794f7a0ddfea73c",  # data_prep.sources.base
@@ -36,10 +38,12 @@ SAME_RESULTS: dict[str, str] = {
     "b6b7d22b6c23fda2": "f31373ea129fd1a4",  # data_prep.sources.imagenet_box
     "02654790456e852e": "d7cfc2a6e75897c7",  # data_prep.sources.imagenet_oord
     "70c8524bce897c1d": "4d05605162d0d5c5",  # data_prep.sources.webdataset
-    "c42741819c846d91": "122b6cf6fe801dc5",  # pipelines.nodes.evaluate
-    "d819bbf57dbcb810": "f49d6b24ee1a205e",  # pipelines.nodes.images
+    "90ecbed9ad144e73": "122b6cf6fe801dc5",  # pipelines.nodes.evaluate
+    "481e2eee00f9c525": "64803a3d91dda875",  # pipelines.nodes.histogram
+    "3f29400e7ece1ba6": "f49d6b24ee1a205e",  # pipelines.nodes.images
     "dc964f640ecfd330": "728bb0a8ed644dd9",  # pipelines.nodes.report
-    "d321128eea8f32c6": "8a81c3de44809aaf",  # pipelines.nodes.train
+    "f118b6c9e35900fc": "642253d66de29361",  # pipelines.nodes.sample
+    "99efc5ae258c1fdb": "8a81c3de44809aaf",  # pipelines.nodes.train
     "51f00d3beac18b33": "d45150094715133a",  # pipelines.nodes.trained
     "46de99f1965e5c0b": "a458ba45294ab503",  # spn.checkpoint
     "d89380a979eb66d8": "f4bb1f5d039fe460",  # spn.config
