@@ -56,6 +56,8 @@ job: $(INSTALLED)
 ui: $(INSTALLED) ## MLflow on this machine's own port 5000 (RUN=runs/demo PORT=5000)
 	@test -f $(RUN)/mlflow.db || { echo "No $(RUN)/mlflow.db: run \`make demo\` first, or name a run folder: RUN=..."; \
 		exit 2; }
+	@! $(BIN)/python -c "import socket; socket.create_connection(('127.0.0.1', $(PORT)))" 2>/dev/null || \
+		{ echo "Port $(PORT) is in use: end what uses it, or name another one: PORT=..."; exit 2; }
 	@echo "Open http://127.0.0.1:$(PORT)/#/experiments?workflowType=machine_learning (Ctrl-C ends it)"
 	@$(BIN)/python -c "from pipelines.tracking import make_client as m; m('sqlite:///$(abspath $(RUN))/mlflow.db')" # has it moved?
 	MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow server \

@@ -26,13 +26,13 @@ from pipelines.dag.fingerprint import canonical
 from pipelines.dag.masking import masked_output
 from pipelines.dag.plan import nearest
 from pipelines.loading import key_of, load, preset_names
-from pipelines.start import check_photos, run_folder, start
+from pipelines.start import OPTIONS, check_photos, run_folder, start
 
 atexit.register(gc.freeze)  # Python would search all that MLflow and Ray made for garbage, for a second
 FULL, UNUSABLE = 1, 2
 INTERRUPTED = 130  # what shells make of SIGINT
 ONE_NODE = ("prepare_data", "evaluate", "sample")  # that a command of its own runs
-CHOICES = {"--only": "only", "--rerun": "rerun", "--keep": "keep", "--from": "start_from"}
+CHOICES = {option: key for key, option in OPTIONS.items()}
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,7 +80,9 @@ def _parser(prog: str, about: str) -> Parser:
         parser.add_argument("file", metavar="FILE", help="path or URI")
     presets = ", ".join(preset_names())
     parser.add_argument("--config", default="demo", metavar="NAME|FILE", help=f"{presets}, or a YAML file (demo)")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings, e.g. train.num_steps=500")
+    examples = {"compress.py": "images=PHOTOS or split=test, out=FILE", "decompress.py": "out=FOLDER"}
+    text = examples.get(prog, "settings, e.g. train.num_steps=500")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help=text)
     parser.set_defaults(command=prog)
     if prog == "compress.py":
         parser.add_argument("--no-check", action="store_true", help="do not decode what was written")
@@ -157,18 +159,18 @@ def _describe(arguments: argparse.Namespace) -> int:
 
 
 def _compress(arguments: argparse.Namespace) -> int:
-    target, split = _output(arguments, "FILE"), "split=test"
-    is_split = split in arguments.overrides
-    arguments.overrides = [word for word in arguments.overrides if word != split]
+    target, split = _output(arguments, "FILE"), _taken(arguments, "split")
     config = _load(arguments)
-    if is_split == (config.images is not None):
-        raise UserError(f"compress.py takes either images=FILE, FOLDER or 'PATTERN', or {split}")
+    if (split is None) == (config.images is None) or split not in (None, "test"):
+        raise UserError("compress.py takes either images=FILE, FOLDER or 'PATTERN', or split=test")
     from pipelines import compression  # torch
 
     return compression.compress(config, target, check=not arguments.no_check)
 
 
 def _decompress(arguments: argparse.Namespace) -> int:
+    if arguments.file.startswith("out="):
+        raise UserError(f"FILE is missing; decompress.py FILE {arguments.file}")
     target, config = _output(arguments, "FOLDER"), load(arguments.config, arguments.overrides)
     from pipelines import compression  # torch
 
@@ -177,14 +179,20 @@ def _decompress(arguments: argparse.Namespace) -> int:
 
 def _output(arguments: argparse.Namespace, what: str) -> Store:
     """Where the word out=..., which is no setting of the config, says that a command writes; nothing is there yet."""
-    words = [word for word in arguments.overrides if word.startswith("out=")]
-    arguments.overrides = [word for word in arguments.overrides if word not in words]
-    if not words:
+    place = _taken(arguments, "out")
+    if place is None:
         raise UserError(f"out is missing; out={what} says where to write")
-    store = open_store(words[-1].removeprefix("out="))
+    store = open_store(place)
     if store.info() is not None:
         raise UserError(f"out: {store.uri} exists; remove it or choose another name")
     return store
+
+
+def _taken(arguments: argparse.Namespace, key: str) -> str | None:
+    """Takes the words key=... off the overrides; the last one's value."""
+    words = [word for word in arguments.overrides if key_of(word) == key and "=" in word]
+    arguments.overrides = [word for word in arguments.overrides if word not in words]
+    return words[-1].partition("=")[2] if words else None
 
 
 def _config_of_pipeline(arguments: argparse.Namespace) -> ExperimentConfig:

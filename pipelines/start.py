@@ -31,6 +31,7 @@ from pipelines.loading import resolve_storage, to_yaml
 
 DONE, NODE_FAILED = 0, 1
 MARKER = "config.yaml"  # its `name` says whose run folder this is
+OPTIONS = {"only": "--only", "rerun": "--rerun", "keep": "--keep", "start_from": "--from"}  # that choose nodes
 
 
 def start(
@@ -88,7 +89,9 @@ def start(
             for shortfall in running.shortfalls(plan.decisions, session.resources):
                 print(f"note: {shortfall} now; it waits until there is more")
             warm = running.warm_up(plan) if session.capacity else None
-            ledger = _ledger(config, store, overrides)
+            names = {"--only": only, **{OPTIONS[key]: names for key, names in chosen.items()}}
+            options = [f"{option} {','.join(nodes)}" for option, nodes in names.items() if nodes]
+            ledger = _ledger(config, store, overrides, options)
             print("\n".join(f"{what:<12} {where}" for what, where in ledger.parent.links().items()), flush=True)
             report = _run(plan, session, lock, ledger, warm)
             return _sum_up(report, store, ledger.parent, whole=not only)
@@ -102,8 +105,10 @@ def _session(config: ExperimentConfig, plan: planning.Plan) -> cluster.ClusterIn
     return cluster.connect(num_cpus=config.resources.num_cpus, num_gpus=config.resources.num_gpus)
 
 
-def _ledger(config: ExperimentConfig, store: Store, overrides: Sequence[str]) -> tracking.Ledger:
-    """With the run of this launch, which is named by the config and by what was changed of it."""
+def _ledger(
+    config: ExperimentConfig, store: Store, overrides: Sequence[str], options: Sequence[str]
+) -> tracking.Ledger:
+    """With the run of this launch, which is named by the config, by what was changed of it and by the nodes chosen."""
     uri = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
     ledger = tracking.Ledger(uri, experiment=config.name, run_folder=store.uri)
     changed = [word for word in overrides if not word.startswith(("storage=", "tracking.", "resources."))]
@@ -111,7 +116,9 @@ def _ledger(config: ExperimentConfig, store: Store, overrides: Sequence[str]) ->
         tags={
             "config": config.name,
             "git_commit": cluster.git_commit(),
-            tracking.NAME: " ".join([config.name, *changed])[:250],  # longer names are refused by some databases
+            tracking.NAME: " ".join([config.name, *changed, *options])[
+                :250
+            ],  # longer names are refused by some databases
         },
         params=dict(word.split("=", 1) for word in changed),  # the nodes' runs have their sections of the config
         config=to_yaml(config),
@@ -268,7 +275,7 @@ def check_photos(config: ExperimentConfig) -> None:
     made_from, now = _roots(store, config)
     if made_from not in (None, now):
         raise UserError(
-            f"{store.uri} was made from data.root={made_from}, this command has data.root={now}: add "
+            f"{store.uri} was made from data.root={made_from}, this command has data.root={now}: use "
             f"--config {shlex.quote(store.uri_of(MARKER))} to go on with those photos, "
             "or data.root=... to say that you mean others"
         )

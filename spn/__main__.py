@@ -52,7 +52,13 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         image = Image.open(options.photo).convert("RGB").resize((144, 96), Image.Resampling.BOX)
     except OSError as error:
-        parser.error(f"{options.photo} is no picture that can be read ({error.strerror or 'of no known format'})")
+        parser.exit(2, f"error: {options.photo} is no picture that can be read: {error.strerror or error}\n")
+    if options.steps < 1:
+        parser.exit(2, f"error: --steps is {options.steps}; it must be at least 1\n")
+    if options.out.suffix.lower() not in Image.registered_extensions():
+        parser.exit(2, f"error: --out is {options.out}; its name must end as a picture's does, such as .png\n")
+    if not options.out.absolute().parent.is_dir():
+        parser.exit(2, f"error: --out is {options.out}; there is no folder {options.out.parent}\n")
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).long()  # [3, 96, 144]
     values = reduce_depth(pixels, from_bits=8, to_bits=NETWORK.num_bits)
     learned, held_out = values[:, :, :108], values[:, :, 108:]  # the right quarter is for measuring

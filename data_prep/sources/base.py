@@ -308,7 +308,8 @@ def list_files(root: str) -> Listing:
             raise
         raise Unplannable(f"root is {root!r}; it cannot be opened: {' '.join(str(error).split())}") from None
     if not is_folder:
-        what = "there is no such folder" if folder is None else "it is a file; name the folder that holds it"
+        what = "there is no such folder: name the one that holds the raw images"
+        what = what if folder is None else "it is a file; name the folder that holds it"
         raise Unplannable(f"root is {root!r}; {what}")
     if problem is not None:
         raise Unplannable(f"root is {root!r}; {problem}")

@@ -41,7 +41,6 @@ SAME_RESULTS: dict[str, str] = {
     "90ecbed9ad144e73": "122b6cf6fe801dc5",  # pipelines.nodes.evaluate
     "481e2eee00f9c525": "64803a3d91dda875",  # pipelines.nodes.histogram
     "3f29400e7ece1ba6": "f49d6b24ee1a205e",  # pipelines.nodes.images
-    "dc964f640ecfd330": "728bb0a8ed644dd9",  # pipelines.nodes.report
     "f118b6c9e35900fc": "642253d66de29361",  # pipelines.nodes.sample
     "99efc5ae258c1fdb": "8a81c3de44809aaf",  # pipelines.nodes.train
     "51f00d3beac18b33": "d45150094715133a",  # pipelines.nodes.trained

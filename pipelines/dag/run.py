@@ -60,10 +60,10 @@ class RunReport:
         return not any(node.state in (FAILED, BLOCKED) for node in self.nodes.values())
 
 
-def shortfalls(decisions: Iterable[Decision], resources: Mapping[str, float]) -> list[str]:
-    """One line for each node that is sure to run and needs more than `resources`."""
+def shortfalls(decisions: Iterable[Decision], resources: Mapping[str, float], where: str = "the cluster") -> list[str]:
+    """One line for each node that is sure to run and needs more than the `resources` of `where`."""
     return [
-        f"{decision.node.name} needs {amount:g} {resource}, the cluster has {resources.get(resource, 0):g} {resource}"
+        f"{decision.node.name} needs {amount:g} {resource}, {where} has {resources.get(resource, 0):g} {resource}"
         for decision in decisions
         if decision.action == RUN
         for resource, amount in decision.node.total_cost.items()
@@ -73,8 +73,9 @@ def shortfalls(decisions: Iterable[Decision], resources: Mapping[str, float]) ->
 
 def refuse(decisions: Iterable[Decision], capacity: Mapping[str, float] | None) -> None:
     """Raises UserError for a node that is sure to run and never fits; without `capacity` every node may fit one day."""
-    for shortfall in () if capacity is None else shortfalls(decisions, capacity):
-        raise UserError(f"{shortfall}; ask for fewer or smaller workers")
+    for shortfall in () if capacity is None else shortfalls(decisions, capacity, "this machine"):
+        has_none = shortfall.endswith(" 0 GPU")
+        raise UserError(f"{shortfall}; {'resources.use_gpu=false' if has_none else 'ask for fewer or smaller workers'}")
 
 
 def warm_up(plan: Plan) -> Warm:

@@ -156,7 +156,11 @@ def _data_section(manifest: Manifest) -> str:
 
 
 def _rerun_section(context: NodeContext[ReportNodeConfig], stages: Sequence[str]) -> str:
-    command = "python pipelines/full_multidim.py --config " + escape(context.config.preset or "FILE.yaml")
+    folder = mask_uris(
+        context.out.rsplit("/", 4)[0]
+    )  # the run folder: out is <it>/nodes/report/<fingerprint>/<attempt>
+    command = f"python pipelines/full_multidim.py --config {escape(context.config.preset or f'{folder}/config.yaml')}"
+    settings = "With the key=value settings of this launch, if it had any." if context.config.preset else ""
     rerun, run, rows, curves = f"--rerun train_{escape(stages[-1])}", context.run, "", ""
     for node, output in context.inputs.items():
         shown = escape(output.mlflow_run_id or "–")
@@ -170,6 +174,6 @@ def _rerun_section(context: NodeContext[ReportNodeConfig], stages: Sequence[str]
         f"<h2>Rerun</h2><pre>{command} {'':{len(rerun)}}   # skips what is up to date\n"
         f"{command} {rerun}   # that node, then what reads its new output\n"
         f"{command} {'--dry-run':{len(rerun)}}   # what would run, and why</pre>"
-        "<p class=muted>With the key=value settings of this launch, if it had any.</p>"
+        f"<p class=muted>{settings}</p>"
         f"<table><tr><th>node<th>attempt<th>MLflow run</tr>{rows}</table>{curves}"
     )

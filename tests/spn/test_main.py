@@ -36,7 +36,17 @@ def test_a_photo_that_cannot_be_read_is_one_line(tmp_path, capsys):
     for name in ("text.png", "nothing.png"):
         with pytest.raises(SystemExit, match="2"):
             spn_main.main([str(tmp_path / name)])
-        assert f"{name} is no picture" in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert f"{name} is no picture" in err and err.count("\n") == 1
+
+
+def test_what_cannot_be_written_is_refused_before_training(tmp_path, capsys):
+    Image.new("RGB", (60, 80)).save(tmp_path / "photo.png")
+    for words in (("--out", tmp_path / "nowhere/x.png"), ("--out", tmp_path / "x.foo"), ("--steps", "0")):
+        with pytest.raises(SystemExit, match="2"):
+            spn_main.main([str(tmp_path / "photo.png"), *map(str, words)])
+        err = capsys.readouterr().err
+        assert err.startswith(f"error: {words[0]} is ") and err.count("\n") == 1
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch, capsys):

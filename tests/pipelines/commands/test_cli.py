@@ -83,6 +83,9 @@ REFUSED = {
     ("train.num_step=3",): "unknown key train.num_step; nearest: train.num_steps "
     "(on the command line: train.num_step=3)",
     ("data.root=/nowhere/at/all",): None,
+    ("data.dataset=my_photos",): "data.root is not set; data.root=FOLDER says where the images of my_photos are",
+    ("--config", "demo.yml"): "config file demo.yml does not exist; nearest: demo",
+    ("--config", "docs/own_data"): "config file docs/own_data does not exist; nearest: docs/own_data.yaml",
 }
 
 
@@ -157,7 +160,7 @@ def test_forgotten_overrides_never_bring_other_photos_into_a_run_folder(
     code, out, err = command("full_multidim.py", look)
     assert (code, out) == (2, "")
     assert err == (
-        f"error: {file.parent} was made from data.root={photos}, this command has data.root=None: add --config {file} "
+        f"error: {file.parent} was made from data.root={photos}, this command has data.root=None: use --config {file} "
         "to go on with those photos, or data.root=... to say that you mean others\n"
     )
     for meant in (str(photos), "null"):
@@ -177,7 +180,7 @@ def test_photos_that_are_gone_are_not_missed_once_the_dataset_is_built(command: 
     )
     assert re.search(r"\nsample +skip +up to date", out)
     code, _, err = command("full_multidim.py", f"data.root={tmp_path / 'others'}", "--dry-run")
-    assert code == 2 and err.startswith(f"error: data.root is '{tmp_path / 'others'}'; there is no such folder\n")
+    assert code == 2 and err.startswith(f"error: data.root is '{tmp_path / 'others'}'; there is no such folder: ")
 
 
 def test_a_run_folder_in_use_is_refused_before_ray_starts(
@@ -223,7 +226,9 @@ def small_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_workers_than_the_cluster_has(command: Command, tmp_path: Path, small_cluster: None) -> None:
     code, _, err = command("full_multidim.py", "resources.num_workers=8")
     assert code == 2
-    assert err == ("error: train_first_slice needs 4.25 CPU, the cluster has 4 CPU; ask for fewer or smaller workers\n")
+    assert err == "error: train_first_slice needs 4.25 CPU, this machine has 4 CPU; ask for fewer or smaller workers\n"
+    code, _, err = command("full_multidim.py", "resources.use_gpu=true")
+    assert code == 2 and err.endswith(" needs 1 GPU, this machine has 0 GPU; resources.use_gpu=false\n")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -263,6 +263,10 @@ def test_a_network_that_is_outdated_still_decodes(call, finish, storage: Path, c
 
 MISTAKES = {
     "no out": ((), "out is missing; out=FILE says where to write"),
+    "no such split": (
+        ("out=NEW", "split=tset"),
+        "compress.py takes either images=FILE, FOLDER or 'PATTERN', or split=",
+    ),
     "nothing to code": (("out=NEW",), "compress.py takes either images=FILE, FOLDER or 'PATTERN', or split=test"),
     "both": (("out=NEW", "split=test", "images=a.png"), "compress.py takes either images="),
     "another split": (("out=NEW", "split=tset"), "split"),
