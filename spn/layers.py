@@ -1,4 +1,4 @@
-"""Building blocks that know nothing of slices: RGB-masked 1x1 maps, a gated PixelCNN layer, attention stacks.
+"""Building blocks that know nothing of slices: RGB-masked 1x1 maps, a gated PixelCNN layer, attention layers.
 
 Everything is channels-last, so that 1x1 convolutions are matrix products over all positions at once.
 B batch, h w slice, T = h * w positions in raster order, D attention width, C conv channels, R residual channels.
@@ -196,12 +196,13 @@ class ParameterAttention(nn.Module):
 class TransformerLayer(nn.Module):
     """Pre-norm residual self-attention, then pre-norm residual parameter attention (Tensor2Tensor's order)."""
 
-    def __init__(self, *, width: int, num_heads: int, num_rows: int, causal: bool, dropout: float) -> None:
+    def __init__(self, own: DecoderConfig | EmbedderConfig, *, causal: bool) -> None:
         super().__init__()
+        heads, width, dropout = own.num_attn_heads, own.num_attn_heads * own.attn_head_dim, own.dropout
         self.attn_norm = nn.LayerNorm(width, eps=1e-6)
-        self.attn = SelfAttention(width=width, num_heads=num_heads, causal=causal, dropout=dropout)
+        self.attn = SelfAttention(width=width, num_heads=heads, causal=causal, dropout=dropout)
         self.memory_norm = nn.LayerNorm(width, eps=1e-6)
-        self.memory = ParameterAttention(width=width, num_heads=num_heads, num_rows=num_rows, dropout=dropout)
+        self.memory = ParameterAttention(width=width, num_heads=heads, num_rows=own.num_memory_rows, dropout=dropout)
         self.dropout = nn.Dropout(dropout)
 
     def queries_keys_values(self, x: Tensor, turns: None = None) -> Iterable[Tensor]:
@@ -213,35 +214,9 @@ class TransformerLayer(nn.Module):
         x = x + self.attn.out(attended.transpose(1, 2).reshape(x.shape))
         return x + self.memory(self.memory_norm(x))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turns: None = None) -> Tensor:
         x = x + self.dropout(self.attn(self.attn_norm(x)))
         return x + self.dropout(self.memory(self.memory_norm(x)))
-
-
-class AttentionStack(nn.Module):
-    """1D attention over a slice in raster order: timing signal, layers, final norm. Its owner applies `project`."""
-
-    timing: Tensor
-
-    def __init__(self, own: DecoderConfig | EmbedderConfig, *, in_channels: int, slice_size: int, causal: bool) -> None:
-        super().__init__()
-        width, heads, rows = own.num_attn_heads * own.attn_head_dim, own.num_attn_heads, own.num_memory_rows
-        self.project = nn.Linear(in_channels, width)
-        timing = timing_signal(slice_size**2, width).to(self.project.weight.device)
-        self.register_buffer("timing", timing, persistent=False)
-        self.layers = module_list(
-            TransformerLayer(width=width, num_heads=heads, num_rows=rows, causal=causal, dropout=own.dropout)
-            for _ in range(own.num_attn_layers)
-        )
-        self.norm = nn.LayerNorm(width, eps=1e-6)
-        self.recompute = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        x = x + self.timing.to(x.dtype)
-        for layer in self.layers:
-            x = run_layer(layer, x, recompute=self.recompute)
-        return self.norm(x)
 
 
 class ResidualBlock(nn.Module):

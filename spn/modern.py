@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spn.config import DecoderConfig, EmbedderConfig
-from spn.layers import module_list, rms_norm, run_layer
+from spn.layers import rms_norm
 
 STEM_ROWS, STEM_COLUMNS = 4, 7  # what the decoder's stem sees: this row and three above, three columns on either side
 
@@ -41,16 +41,17 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
 class ModernLayer(nn.Module):
     """Pre-norm residual attention, then a pre-norm residual gated feed-forward layer."""
 
-    def __init__(self, *, width: int, num_heads: int, hidden: int, causal: bool, dropout: float) -> None:
+    def __init__(self, own: DecoderConfig | EmbedderConfig, *, causal: bool) -> None:
         super().__init__()
-        self.num_heads, self.causal = num_heads, causal
+        self.num_heads, self.causal = own.num_attn_heads, causal
+        width, hidden = own.num_attn_heads * own.attn_head_dim, own.num_memory_rows
         self.attn_norm = nn.RMSNorm(width, eps=1e-6)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.attn_out = nn.Linear(width, width, bias=False)
         self.ffn_norm = nn.RMSNorm(width, eps=1e-6)
         self.ffn_in = nn.Linear(width, 2 * hidden, bias=False)
         self.ffn_out = nn.Linear(hidden, width, bias=False)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(own.dropout)
 
     def queries_keys_values(self, x: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, D], turns of its positions -> three times [B, heads, T, head_dim]."""
@@ -94,28 +95,3 @@ class CausalStem(nn.Module):
         side = STEM_COLUMNS // 2
         around = F.pad(pixels, (0, 0, side, side, STEM_ROWS - 1, 0)).permute(0, 3, 1, 2)  # [B, C, h + 3, w + 6]
         return F.conv2d(around, self.masked_weight()).flatten(2).transpose(1, 2)  # [B, h * w, D]
-
-
-class ModernStack(nn.Module):
-    """Attention over a slice in raster order. Its owner applies `project`."""
-
-    turns: Tensor
-
-    def __init__(self, own: DecoderConfig | EmbedderConfig, *, in_channels: int, slice_size: int, causal: bool) -> None:
-        super().__init__()
-        width, heads, hidden = own.num_attn_heads * own.attn_head_dim, own.num_attn_heads, own.num_memory_rows
-        self.project = nn.Linear(in_channels, width)
-        self.layers = module_list(
-            ModernLayer(width=width, num_heads=heads, hidden=hidden, causal=causal, dropout=own.dropout)
-            for _ in range(own.num_attn_layers)
-        )
-        self.norm = nn.RMSNorm(width, eps=1e-6)
-        turns = rotary_turns(slice_size, slice_size, own.attn_head_dim).to(self.norm.weight.device)
-        self.register_buffer("turns", turns, persistent=False)
-        self.recompute = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        for layer in self.layers:
-            x = run_layer(layer, x, self.turns, recompute=self.recompute)
-        return self.norm(x)
