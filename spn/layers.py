@@ -76,7 +76,7 @@ def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), eps=1e-6)
 
 
-class GroupNorm(nn.Module):
+class GroupRMSNorm(nn.Module):
     """RMS norm of each RGB group of a stream by itself, with a gain: no group learns anything of another one."""
 
     def __init__(self, num_channels: int) -> None:
@@ -107,7 +107,7 @@ class GatedPixelCNNLayer(nn.Module):
         # Groups are assigned within each half of the gate, so that tanh[k] and sigmoid[k] belong to one group.
         gate = torch.cat([half, half])
         self.is_first = first_input is not None
-        self.norm = None if self.is_first or own.recipe == "paper" else GroupNorm(own.residual_channels)
+        self.norm = None if self.is_first or own.recipe == "paper" else GroupRMSNorm(own.residual_channels)
         local = first_input if first_input is not None else half
         self.down = None if self.is_first else MaskedLinear(half, stream)
         self.vertical = nn.Conv2d(len(local), len(gate), kernel_size=(2, 3))
@@ -205,8 +205,8 @@ class TransformerLayer(nn.Module):
         self.memory = ParameterAttention(width=width, num_heads=heads, num_rows=own.num_memory_rows, dropout=dropout)
         self.dropout = nn.Dropout(dropout)
 
-    def queries_keys_values(self, x: Tensor, turns: None = None) -> Iterable[Tensor]:
-        """x [B, T, D] -> three times [B, heads, T, d]. turns: recipe modern has some, the paper none."""
+    def queries_keys_values(self, x: Tensor, cos_sin: None = None) -> Iterable[Tensor]:
+        """x [B, T, D] -> three times [B, heads, T, d]. cos_sin: of recipe modern's layers alone."""
         return self.attn.queries_keys_values(self.attn_norm(x))
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class TransformerLayer(nn.Module):
         x = x + self.attn.out(attended.transpose(1, 2).reshape(x.shape))
         return x + self.memory(self.memory_norm(x))
 
-    def forward(self, x: Tensor, turns: None = None) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: None = None) -> Tensor:
         x = x + self.dropout(self.attn(self.attn_norm(x)))
         return x + self.dropout(self.memory(self.memory_norm(x)))
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from spn.config import DecoderConfig, EmbedderConfig, SPNConfig
 from spn.layers import (
     GatedPixelCNNLayer,
-    GroupNorm,
+    GroupRMSNorm,
     IntensityEmbedding,
     MaskedLinear,
     ParameterAttention,
@@ -29,7 +29,7 @@ from spn.layers import (
     run_layer,
     timing_signal,
 )
-from spn.modern import CausalStem, ModernLayer, rotary_turns
+from spn.modern import CausalStem, ModernLayer, rotary_cos_sin
 from spn.ordering import slot_sources, target_slices
 
 META_UNITS = 8  # units of the meta-position embedding (section 3.2)
@@ -40,7 +40,7 @@ class AttentionStack(nn.Module):
     """1D attention over a slice in raster order: positions, layers, final norm. Its owner applies `project`."""
 
     timing: Tensor | None  # [T, D] of recipe paper, added to the input
-    turns: Tensor | None  # [2, T, head_dim / 2] of recipe modern, by which every layer rotates queries and keys
+    cos_sin: Tensor | None  # [2, T, head_dim / 2] of recipe modern, by which every layer rotates queries and keys
 
     def __init__(self, own: DecoderConfig | EmbedderConfig, *, in_channels: int, slice_size: int, causal: bool) -> None:
         super().__init__()
@@ -51,22 +51,22 @@ class AttentionStack(nn.Module):
         self.layers: Sequence[Any] = module_list(layer(own, causal=causal) for _ in range(own.num_attn_layers))
         self.norm: nn.LayerNorm | nn.RMSNorm = norm(width, eps=1e-6)
         timing = None if modern else timing_signal(slice_size**2, width)
-        turns = rotary_turns(slice_size, slice_size, own.attn_head_dim) if modern else None
+        cos_sin = rotary_cos_sin(slice_size, slice_size, own.attn_head_dim) if modern else None
         self.register_buffer("timing", timing, persistent=False)
-        self.register_buffer("turns", turns, persistent=False)
+        self.register_buffer("cos_sin", cos_sin, persistent=False)
         self.recompute = False
 
     def encode_positions(self, x: Tensor, here: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        """x [B, positions, D] at positions `here` -> input of the first layer, and the turns that every layer takes."""
+        """x [B, positions, D] at positions `here` -> input of the first layer, and cos_sin for every layer."""
         if self.timing is not None:
             x = x + self.timing[here].to(x.dtype)
-        return x, None if self.turns is None else self.turns[:, here]
+        return x, None if self.cos_sin is None else self.cos_sin[:, here]
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        x, turns = self.encode_positions(x)
+        x, cos_sin = self.encode_positions(x)
         for layer in self.layers:
-            x = run_layer(layer, x, turns, recompute=self.recompute)
+            x = run_layer(layer, x, cos_sin, recompute=self.recompute)
         return self.norm(x)
 
 
@@ -162,7 +162,7 @@ class Decoder(nn.Module):
             for i in range(own.num_layers)
         )
         self.direct = nn.Linear(cond, own.residual_channels, bias=False) if modern else None
-        self.norm = GroupNorm(own.residual_channels) if modern else None
+        self.norm = GroupRMSNorm(own.residual_channels) if modern else None
         self.head = MaskedLinear(channel_groups(3 * config.num_values), channel_groups(own.residual_channels))
         self.recompute = False
 
@@ -263,7 +263,7 @@ def init_weights(model: SPN) -> None:
             nn.init.normal_(module.values)
         elif isinstance(module, CausalStem):
             nn.init.xavier_uniform_(module.weight)
-        elif isinstance(module, GroupNorm):
+        elif isinstance(module, GroupRMSNorm):
             nn.init.ones_(module.gain)
     for module in model.modules():
         if isinstance(module, SelfAttention | ModernLayer):  # three maps in one matrix: each has its own fan

@@ -18,8 +18,8 @@ from spn.layers import rms_norm
 STEM_ROWS, STEM_COLUMNS = 4, 7  # what the decoder's stem sees: this row and three above, three columns on either side
 
 
-def rotary_turns(height: int, width: int, head_dim: int) -> Tensor:
-    """[2, T, head_dim / 2] cosine and sine of each position's angles: the first half turns with the row, the second
+def rotary_cos_sin(height: int, width: int, head_dim: int) -> Tensor:
+    """[2, T, head_dim / 2] cosine and sine of each position's angles: the first half grows with the row, the second
     with the column. In float32, made once: on a GPU they would cost more than the rotation itself.
     """
     assert head_dim % 4 == 0, head_dim
@@ -31,9 +31,9 @@ def rotary_turns(height: int, width: int, head_dim: int) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()])
 
 
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """x [..., T, head_dim], turns [2, T, head_dim / 2] -> pairs (k, k + head_dim / 2) turned by their angle."""
-    cos, sin = turns.to(x.dtype).unbind(0)
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x [..., T, head_dim], cos_sin [2, T, head_dim / 2] -> pairs (k, k + head_dim / 2) rotated by their angle."""
+    cos, sin = cos_sin.to(x.dtype).unbind(0)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
@@ -53,12 +53,12 @@ class ModernLayer(nn.Module):
         self.ffn_out = nn.Linear(hidden, width, bias=False)
         self.dropout = nn.Dropout(own.dropout)
 
-    def queries_keys_values(self, x: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, D], turns of its positions -> three times [B, heads, T, head_dim]."""
+    def queries_keys_values(self, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, D], cos_sin [2, T, head_dim / 2] of its positions -> three times [B, heads, T, head_dim]."""
         batch, length, _ = x.shape
         qkv = self.qkv(self.attn_norm(x)).view(batch, length, 3 * self.num_heads, -1)  # [B, T, 3 heads, head_dim]
         q, k, v = (part.transpose(1, 2) for part in qkv.chunk(3, dim=2))  # [B, heads, T, head_dim] each
-        return rotate(rms_norm(q), turns), rotate(rms_norm(k), turns), v
+        return rotate(rms_norm(q), cos_sin), rotate(rms_norm(k), cos_sin), v
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
         """Residual x [B, T, D] and attended values [B, heads, T, head_dim] -> output of the layer."""
@@ -66,8 +66,8 @@ class ModernLayer(nn.Module):
         gate, value = self.ffn_in(self.ffn_norm(x)).chunk(2, dim=-1)  # [B, T, hidden] each
         return x + self.dropout(self.ffn_out(F.silu(gate) * value))
 
-    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
-        q, k, v = self.queries_keys_values(x, turns)
+    def forward(self, x: Tensor, cos_sin: Tensor) -> Tensor:
+        q, k, v = self.queries_keys_values(x, cos_sin)
         return self.after_attention(x, F.scaled_dot_product_attention(q, k, v, is_causal=self.causal))
 
 

@@ -186,10 +186,10 @@ def new_cache(weights: DecoderWeights, batch: int) -> DecoderCache:
     )
 
 
-def _attend(layer: Any, x: Tensor, keys: Tensor, values: Tensor, position: int, turns: Tensor | None) -> Tensor:
+def _attend(layer: Any, x: Tensor, keys: Tensor, values: Tensor, position: int, cos_sin: Tensor | None) -> Tensor:
     """One position of one attention layer: x [B, D] -> [B, D]; its key and value enter the cache."""
     here, seen = slice(position, position + 1), slice(0, position + 1)
-    q, k, v = layer.queries_keys_values(x[:, None], turns)
+    q, k, v = layer.queries_keys_values(x[:, None], cos_sin)
     keys[:, :, here] = k
     values[:, :, here] = v
     attended = F.scaled_dot_product_attention(q, keys[:, :, seen], values[:, :, seen])
@@ -232,9 +232,9 @@ def start_pixel(weights: DecoderWeights, cache: DecoderCache, previous: Tensor, 
         x = x + window.flatten(1) @ weights.stem
         if cache.surroundings is not None:
             x = x + cache.surroundings[:, column]
-    x, turns = stack.encode_positions(x, slice(position, position + 1))
+    x, cos_sin = stack.encode_positions(x, slice(position, position + 1))
     for attention, keys, values in zip(stack.layers, cache.keys, cache.values, strict=True):
-        x = _attend(attention, x, keys, values, position, turns)
+        x = _attend(attention, x, keys, values, position, cos_sin)
     x = stack.norm(x)
     for i, layer in enumerate(weights.layers):
         gate = cache.from_above[i][:, column] + x @ layer.attention

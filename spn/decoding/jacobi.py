@@ -66,10 +66,10 @@ class JacobiDecoder:
             if decoder.surroundings is not None:
                 assert context is not None
                 x = x + decoder.surroundings(context[:, rows]).flatten(1, 2)
-        x, turns = stack.encode_positions(x, here)
+        x, cos_sin = stack.encode_positions(x, here)
         mask = torch.full((x.shape[1], here.stop), -torch.inf, dtype=x.dtype).triu(here.start + 1)
         for layer in stack.layers:
-            q, k, v = layer.queries_keys_values(x, turns)  # [B, heads, positions, D / heads] each
+            q, k, v = layer.queries_keys_values(x, cos_sin)  # [B, heads, positions, D / heads] each
             k, v = (self._with_earlier((layer, name), new, here, dim=2) for name, new in (("k", k), ("v", v)))
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             x = layer.after_attention(x, attended)

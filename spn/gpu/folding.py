@@ -129,9 +129,9 @@ class FoldedWeights:
             self.stem = self._own(decoder.stem.masked_weight().permute(0, 2, 3, 1).flatten(1))
             if decoder.surroundings is not None:
                 self.surroundings = self._own(decoder.surroundings.weight.t())
-        self.timing = self.turns = None
-        if attention.turns is not None:
-            self.turns = attention.turns.float().contiguous()
+        self.timing = self.cos_sin = None
+        if attention.cos_sin is not None:
+            self.cos_sin = attention.cos_sin.float().contiguous()
             self.attention = [self._pack_modern_attention(layer) for layer in attention.layers]
         else:
             assert attention.timing is not None
