@@ -243,8 +243,7 @@ class IntensityEmbedding(nn.Module):
     def __init__(self, *, num_values: int, units: int = 8) -> None:
         super().__init__()
         self.table = nn.Embedding(3 * num_values, units)
-        offset = torch.arange(3, device=self.table.weight.device) * num_values
-        self.register_buffer("offset", offset, persistent=False)
+        self.register_buffer("offset", torch.arange(3) * num_values, persistent=False)
 
     def forward(self, values: Tensor) -> Tensor:
         return self.table(values.long() + self.offset).flatten(-2)

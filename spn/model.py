@@ -87,8 +87,7 @@ class SliceEmbedder(nn.Module):
             # All high-bit slices in absolute order, and the target's own once more in channels of its own.
             channels += (num_slices + 1) * 24
         self.meta_position = nn.Embedding(num_slices, META_UNITS)
-        device = self.meta_position.weight.device
-        self.register_buffer("sources", slot_sources(config.scaling_factor).to(device), persistent=False)
+        self.register_buffer("sources", slot_sources(config.scaling_factor), persistent=False)
         self.attention = AttentionStack(own, in_channels=channels, slice_size=config.slice_size, causal=False)
         attn_width = own.num_attn_heads * own.attn_head_dim
         # Recipe modern: the image's pixels around a target pixel are spread over slices and neighbouring positions.

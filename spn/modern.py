@@ -55,8 +55,7 @@ class ModernLayer(nn.Module):
 
     def queries_keys_values(self, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, D], cos_sin [2, T, head_dim / 2] of its positions -> three times [B, heads, T, head_dim]."""
-        batch, length, _ = x.shape
-        qkv = self.qkv(self.attn_norm(x)).view(batch, length, 3 * self.num_heads, -1)  # [B, T, 3 heads, head_dim]
+        qkv = self.qkv(self.attn_norm(x)).unflatten(-1, (3 * self.num_heads, -1))  # [B, T, 3 heads, head_dim]
         q, k, v = (part.transpose(1, 2) for part in qkv.chunk(3, dim=2))  # [B, heads, T, head_dim] each
         return rotate(rms_norm(q), cos_sin), rotate(rms_norm(k), cos_sin), v
 
@@ -85,7 +84,7 @@ class CausalStem(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, in_channels, STEM_ROWS, STEM_COLUMNS))
         mask = torch.ones(STEM_ROWS, STEM_COLUMNS)
         mask[-1, STEM_COLUMNS // 2 :] = 0
-        self.register_buffer("mask", mask.to(self.weight.device), persistent=False)
+        self.register_buffer("mask", mask, persistent=False)
 
     def masked_weight(self) -> Tensor:
         return self.weight * self.mask

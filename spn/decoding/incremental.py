@@ -118,10 +118,11 @@ class DecoderCache:
     row: list[Tensor]  # per layer [B, w + 1, C]: its input in this row, after one column of padding
     from_above: list[Tensor]  # per layer [B, w, 2C]: what rows above and s add to the gate in this row
     gate: list[Tensor]  # per layer [B, 2C]: pre-activation of this pixel, all but the pixel itself
-    surroundings: Tensor | None  # [B, w, D]: what s adds to the input of attention in this row (recipe modern)
-    direct_above: Tensor | None  # [B, w, R]: what s adds to the stream in this row (recipe modern)
-    direct: Tensor | None  # [B, R]: what attention and s add to the stream at this pixel (recipe modern)
-    pixels: Tensor | None  # [B, h + 3, w + 6, 24]: embedded pixels so far, zero-padded, for the stem of recipe modern
+    # Of recipe modern:
+    pixels: Tensor | None  # [B, h + 3, w + 6, 24]: embedded pixels so far, zero-padded, for the stem
+    surroundings: Tensor | None = None  # [B, w, D]: what s adds to the input of attention in this row
+    direct_above: Tensor | None = None  # [B, w, R]: what s adds to the stream in this row
+    direct: Tensor | None = None  # [B, R]: what attention and s add to the stream at this pixel
 
 
 def _masked(layer: MaskedLinear) -> tuple[Tensor, Tensor]:
@@ -162,12 +163,7 @@ def prepare(model: SPN) -> DecoderWeights:
 
 def new_cache(weights: DecoderWeights, batch: int) -> DecoderCache:
     """An empty cache for a batch of slices, of the weights' type and device."""
-    like = weights.layers[0].left
-    attention, size = weights.decoder.attention, weights.size
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
-
+    zeros, size, attention = weights.layers[0].left.new_zeros, weights.size, weights.decoder.attention
     heads, width = attention.num_heads, attention.project.out_features
     rows, columns = size + STEM_ROWS - 1, size + STEM_COLUMNS - 1
     inputs = [layer.left.shape[0] for layer in weights.layers]
@@ -179,10 +175,7 @@ def new_cache(weights: DecoderWeights, batch: int) -> DecoderCache:
         row=[zeros(batch, size + 1, c) for c in inputs],
         from_above=[zeros(batch, size, g) for g in gates],
         gate=[zeros(batch, g) for g in gates],
-        surroundings=None,
-        direct_above=None,
-        direct=None,
-        pixels=None if weights.stem is None else zeros(batch, rows, columns, weights.layers[0].left.shape[0]),
+        pixels=None if weights.stem is None else zeros(batch, rows, columns, inputs[0]),
     )
 
 
