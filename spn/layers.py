@@ -1,4 +1,4 @@
-"""Building blocks that know nothing of slices: RGB-masked 1x1 maps, a gated PixelCNN layer, attention stacks.
+"""Building blocks that know nothing of slices: RGB-masked 1x1 maps, a gated PixelCNN layer, attention layers.
 
 Everything is channels-last, so that 1x1 convolutions are matrix products over all positions at once.
 B batch, h w slice, T = h * w positions in raster order, D attention width, C conv channels, R residual channels.
@@ -76,7 +76,7 @@ def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), eps=1e-6)
 
 
-class GroupNorm(nn.Module):
+class GroupRMSNorm(nn.Module):
     """RMS norm of each RGB group of a stream by itself, with a gain: no group learns anything of another one."""
 
     def __init__(self, num_channels: int) -> None:
@@ -107,7 +107,7 @@ class GatedPixelCNNLayer(nn.Module):
         # Groups are assigned within each half of the gate, so that tanh[k] and sigmoid[k] belong to one group.
         gate = torch.cat([half, half])
         self.is_first = first_input is not None
-        self.norm = None if self.is_first or own.recipe == "paper" else GroupNorm(own.residual_channels)
+        self.norm = None if self.is_first or own.recipe == "paper" else GroupRMSNorm(own.residual_channels)
         local = first_input if first_input is not None else half
         self.down = None if self.is_first else MaskedLinear(half, stream)
         self.vertical = nn.Conv2d(len(local), len(gate), kernel_size=(2, 3))
@@ -196,16 +196,17 @@ class ParameterAttention(nn.Module):
 class TransformerLayer(nn.Module):
     """Pre-norm residual self-attention, then pre-norm residual parameter attention (Tensor2Tensor's order)."""
 
-    def __init__(self, *, width: int, num_heads: int, num_rows: int, causal: bool, dropout: float) -> None:
+    def __init__(self, own: DecoderConfig | EmbedderConfig, *, causal: bool) -> None:
         super().__init__()
+        heads, width, dropout = own.num_attn_heads, own.num_attn_heads * own.attn_head_dim, own.dropout
         self.attn_norm = nn.LayerNorm(width, eps=1e-6)
-        self.attn = SelfAttention(width=width, num_heads=num_heads, causal=causal, dropout=dropout)
+        self.attn = SelfAttention(width=width, num_heads=heads, causal=causal, dropout=dropout)
         self.memory_norm = nn.LayerNorm(width, eps=1e-6)
-        self.memory = ParameterAttention(width=width, num_heads=num_heads, num_rows=num_rows, dropout=dropout)
+        self.memory = ParameterAttention(width=width, num_heads=heads, num_rows=own.num_memory_rows, dropout=dropout)
         self.dropout = nn.Dropout(dropout)
 
-    def queries_keys_values(self, x: Tensor, turns: None = None) -> Iterable[Tensor]:
-        """x [B, T, D] -> three times [B, heads, T, d]. turns: recipe modern has some, the paper none."""
+    def queries_keys_values(self, x: Tensor, cos_sin: None = None) -> Iterable[Tensor]:
+        """x [B, T, D] -> three times [B, heads, T, d]. cos_sin: of recipe modern's layers alone."""
         return self.attn.queries_keys_values(self.attn_norm(x))
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -213,35 +214,9 @@ class TransformerLayer(nn.Module):
         x = x + self.attn.out(attended.transpose(1, 2).reshape(x.shape))
         return x + self.memory(self.memory_norm(x))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: None = None) -> Tensor:
         x = x + self.dropout(self.attn(self.attn_norm(x)))
         return x + self.dropout(self.memory(self.memory_norm(x)))
-
-
-class AttentionStack(nn.Module):
-    """1D attention over a slice in raster order: timing signal, layers, final norm. Its owner applies `project`."""
-
-    timing: Tensor
-
-    def __init__(self, own: DecoderConfig | EmbedderConfig, *, in_channels: int, slice_size: int, causal: bool) -> None:
-        super().__init__()
-        width, heads, rows = own.num_attn_heads * own.attn_head_dim, own.num_attn_heads, own.num_memory_rows
-        self.project = nn.Linear(in_channels, width)
-        timing = timing_signal(slice_size**2, width).to(self.project.weight.device)
-        self.register_buffer("timing", timing, persistent=False)
-        self.layers = module_list(
-            TransformerLayer(width=width, num_heads=heads, num_rows=rows, causal=causal, dropout=own.dropout)
-            for _ in range(own.num_attn_layers)
-        )
-        self.norm = nn.LayerNorm(width, eps=1e-6)
-        self.recompute = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        x = x + self.timing.to(x.dtype)
-        for layer in self.layers:
-            x = run_layer(layer, x, recompute=self.recompute)
-        return self.norm(x)
 
 
 class ResidualBlock(nn.Module):
@@ -268,8 +243,7 @@ class IntensityEmbedding(nn.Module):
     def __init__(self, *, num_values: int, units: int = 8) -> None:
         super().__init__()
         self.table = nn.Embedding(3 * num_values, units)
-        offset = torch.arange(3, device=self.table.weight.device) * num_values
-        self.register_buffer("offset", offset, persistent=False)
+        self.register_buffer("offset", torch.arange(3) * num_values, persistent=False)
 
     def forward(self, values: Tensor) -> Tensor:
         return self.table(values.long() + self.offset).flatten(-2)

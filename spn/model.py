@@ -6,32 +6,68 @@ B batch, H W image, S scaling factor (S * S slices), h w slice (h = H/S), V valu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from spn.config import SPNConfig
+from spn.config import DecoderConfig, EmbedderConfig, SPNConfig
 from spn.layers import (
-    AttentionStack,
     GatedPixelCNNLayer,
-    GroupNorm,
+    GroupRMSNorm,
     IntensityEmbedding,
     MaskedLinear,
     ParameterAttention,
     ResidualBlock,
     SelfAttention,
+    TransformerLayer,
     channel_groups,
     group_sizes,
     module_list,
     run_layer,
+    timing_signal,
 )
-from spn.modern import CausalStem, ModernLayer, ModernStack
+from spn.modern import CausalStem, ModernLayer, rotary_cos_sin
 from spn.ordering import slot_sources, target_slices
 
 META_UNITS = 8  # units of the meta-position embedding (section 3.2)
 HEAD_SCALE = 0.3  # recipe modern: of the slowest cosine in the first logits
+
+
+class AttentionStack(nn.Module):
+    """1D attention over a slice in raster order: positions, layers, final norm. Its owner applies `project`."""
+
+    timing: Tensor | None  # [T, D] of recipe paper, added to the input
+    cos_sin: Tensor | None  # [2, T, head_dim / 2] of recipe modern, by which every layer rotates queries and keys
+
+    def __init__(self, own: DecoderConfig | EmbedderConfig, *, in_channels: int, slice_size: int, causal: bool) -> None:
+        super().__init__()
+        width, modern = own.num_attn_heads * own.attn_head_dim, own.recipe == "modern"
+        layer, norm = (ModernLayer, nn.RMSNorm) if modern else (TransformerLayer, nn.LayerNorm)
+        self.num_heads = own.num_attn_heads
+        self.project = nn.Linear(in_channels, width)
+        self.layers: Sequence[Any] = module_list(layer(own, causal=causal) for _ in range(own.num_attn_layers))
+        self.norm: nn.LayerNorm | nn.RMSNorm = norm(width, eps=1e-6)
+        timing = None if modern else timing_signal(slice_size**2, width)
+        cos_sin = rotary_cos_sin(slice_size, slice_size, own.attn_head_dim) if modern else None
+        self.register_buffer("timing", timing, persistent=False)
+        self.register_buffer("cos_sin", cos_sin, persistent=False)
+        self.recompute = False
+
+    def encode_positions(self, x: Tensor, here: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+        """x [B, positions, D] at positions `here` -> input of the first layer, and cos_sin for every layer."""
+        if self.timing is not None:
+            x = x + self.timing[here].to(x.dtype)
+        return x, None if self.cos_sin is None else self.cos_sin[:, here]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        x, cos_sin = self.encode_positions(x)
+        for layer in self.layers:
+            x = run_layer(layer, x, cos_sin, recompute=self.recompute)
+        return self.norm(x)
 
 
 class SliceEmbedder(nn.Module):
@@ -51,10 +87,8 @@ class SliceEmbedder(nn.Module):
             # All high-bit slices in absolute order, and the target's own once more in channels of its own.
             channels += (num_slices + 1) * 24
         self.meta_position = nn.Embedding(num_slices, META_UNITS)
-        device = self.meta_position.weight.device
-        self.register_buffer("sources", slot_sources(config.scaling_factor).to(device), persistent=False)
-        stack = ModernStack if own.recipe == "modern" else AttentionStack
-        self.attention = stack(own, in_channels=channels, slice_size=config.slice_size, causal=False)
+        self.register_buffer("sources", slot_sources(config.scaling_factor), persistent=False)
+        self.attention = AttentionStack(own, in_channels=channels, slice_size=config.slice_size, causal=False)
         attn_width = own.num_attn_heads * own.attn_head_dim
         # Recipe modern: the image's pixels around a target pixel are spread over slices and neighbouring positions.
         self.stem = nn.Conv2d(attn_width, attn_width, 3, padding=1, bias=False) if own.recipe == "modern" else None
@@ -119,8 +153,7 @@ class Decoder(nn.Module):
         self.num_values = config.num_values
         self.intensity = IntensityEmbedding(num_values=config.num_values)
         self.stem = CausalStem(in_channels=24, width=attn_width) if modern else None
-        stack = ModernStack if modern else AttentionStack
-        self.attention = stack(own, in_channels=24, slice_size=config.slice_size, causal=True)
+        self.attention = AttentionStack(own, in_channels=24, slice_size=config.slice_size, causal=True)
         self.surroundings = nn.Linear(context, attn_width, bias=False) if modern and context else None
         pixels, cond = self.intensity.groups(), attn_width + context
         self.layers = module_list(
@@ -128,7 +161,7 @@ class Decoder(nn.Module):
             for i in range(own.num_layers)
         )
         self.direct = nn.Linear(cond, own.residual_channels, bias=False) if modern else None
-        self.norm = GroupNorm(own.residual_channels) if modern else None
+        self.norm = GroupRMSNorm(own.residual_channels) if modern else None
         self.head = MaskedLinear(channel_groups(3 * config.num_values), channel_groups(own.residual_channels))
         self.recompute = False
 
@@ -192,7 +225,7 @@ class SPN(nn.Module):
 def recompute_activations(model: SPN) -> None:
     """Trade time for memory in training: every layer keeps its input only and runs again in the backward pass."""
     for module in model.modules():
-        if isinstance(module, AttentionStack | ModernStack | SliceEmbedder | Decoder):
+        if isinstance(module, AttentionStack | SliceEmbedder | Decoder):
             module.recompute = True
 
 
@@ -229,7 +262,7 @@ def init_weights(model: SPN) -> None:
             nn.init.normal_(module.values)
         elif isinstance(module, CausalStem):
             nn.init.xavier_uniform_(module.weight)
-        elif isinstance(module, GroupNorm):
+        elif isinstance(module, GroupRMSNorm):
             nn.init.ones_(module.gain)
     for module in model.modules():
         if isinstance(module, SelfAttention | ModernLayer):  # three maps in one matrix: each has its own fan

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spn.config import DecoderConfig, EmbedderConfig
-from spn.layers import module_list, rms_norm, run_layer
+from spn.layers import rms_norm
 
 STEM_ROWS, STEM_COLUMNS = 4, 7  # what the decoder's stem sees: this row and three above, three columns on either side
 
 
-def rotary_turns(height: int, width: int, head_dim: int) -> Tensor:
-    """[2, T, head_dim / 2] cosine and sine of each position's angles: the first half turns with the row, the second
+def rotary_cos_sin(height: int, width: int, head_dim: int) -> Tensor:
+    """[2, T, head_dim / 2] cosine and sine of each position's angles: the first half grows with the row, the second
     with the column. In float32, made once: on a GPU they would cost more than the rotation itself.
     """
     assert head_dim % 4 == 0, head_dim
@@ -31,9 +31,9 @@ def rotary_turns(height: int, width: int, head_dim: int) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()])
 
 
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """x [..., T, head_dim], turns [2, T, head_dim / 2] -> pairs (k, k + head_dim / 2) turned by their angle."""
-    cos, sin = turns.to(x.dtype).unbind(0)
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x [..., T, head_dim], cos_sin [2, T, head_dim / 2] -> pairs (k, k + head_dim / 2) rotated by their angle."""
+    cos, sin = cos_sin.to(x.dtype).unbind(0)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
@@ -41,23 +41,23 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
 class ModernLayer(nn.Module):
     """Pre-norm residual attention, then a pre-norm residual gated feed-forward layer."""
 
-    def __init__(self, *, width: int, num_heads: int, hidden: int, causal: bool, dropout: float) -> None:
+    def __init__(self, own: DecoderConfig | EmbedderConfig, *, causal: bool) -> None:
         super().__init__()
-        self.num_heads, self.causal = num_heads, causal
+        self.num_heads, self.causal = own.num_attn_heads, causal
+        width, hidden = own.num_attn_heads * own.attn_head_dim, own.num_memory_rows
         self.attn_norm = nn.RMSNorm(width, eps=1e-6)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.attn_out = nn.Linear(width, width, bias=False)
         self.ffn_norm = nn.RMSNorm(width, eps=1e-6)
         self.ffn_in = nn.Linear(width, 2 * hidden, bias=False)
         self.ffn_out = nn.Linear(hidden, width, bias=False)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(own.dropout)
 
-    def queries_keys_values(self, x: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, D], turns of its positions -> three times [B, heads, T, head_dim]."""
-        batch, length, _ = x.shape
-        qkv = self.qkv(self.attn_norm(x)).view(batch, length, 3 * self.num_heads, -1)  # [B, T, 3 heads, head_dim]
+    def queries_keys_values(self, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, D], cos_sin [2, T, head_dim / 2] of its positions -> three times [B, heads, T, head_dim]."""
+        qkv = self.qkv(self.attn_norm(x)).unflatten(-1, (3 * self.num_heads, -1))  # [B, T, 3 heads, head_dim]
         q, k, v = (part.transpose(1, 2) for part in qkv.chunk(3, dim=2))  # [B, heads, T, head_dim] each
-        return rotate(rms_norm(q), turns), rotate(rms_norm(k), turns), v
+        return rotate(rms_norm(q), cos_sin), rotate(rms_norm(k), cos_sin), v
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
         """Residual x [B, T, D] and attended values [B, heads, T, head_dim] -> output of the layer."""
@@ -65,8 +65,8 @@ class ModernLayer(nn.Module):
         gate, value = self.ffn_in(self.ffn_norm(x)).chunk(2, dim=-1)  # [B, T, hidden] each
         return x + self.dropout(self.ffn_out(F.silu(gate) * value))
 
-    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
-        q, k, v = self.queries_keys_values(x, turns)
+    def forward(self, x: Tensor, cos_sin: Tensor) -> Tensor:
+        q, k, v = self.queries_keys_values(x, cos_sin)
         return self.after_attention(x, F.scaled_dot_product_attention(q, k, v, is_causal=self.causal))
 
 
@@ -84,7 +84,7 @@ class CausalStem(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, in_channels, STEM_ROWS, STEM_COLUMNS))
         mask = torch.ones(STEM_ROWS, STEM_COLUMNS)
         mask[-1, STEM_COLUMNS // 2 :] = 0
-        self.register_buffer("mask", mask.to(self.weight.device), persistent=False)
+        self.register_buffer("mask", mask, persistent=False)
 
     def masked_weight(self) -> Tensor:
         return self.weight * self.mask
@@ -94,28 +94,3 @@ class CausalStem(nn.Module):
         side = STEM_COLUMNS // 2
         around = F.pad(pixels, (0, 0, side, side, STEM_ROWS - 1, 0)).permute(0, 3, 1, 2)  # [B, C, h + 3, w + 6]
         return F.conv2d(around, self.masked_weight()).flatten(2).transpose(1, 2)  # [B, h * w, D]
-
-
-class ModernStack(nn.Module):
-    """Attention over a slice in raster order. Its owner applies `project`."""
-
-    turns: Tensor
-
-    def __init__(self, own: DecoderConfig | EmbedderConfig, *, in_channels: int, slice_size: int, causal: bool) -> None:
-        super().__init__()
-        width, heads, hidden = own.num_attn_heads * own.attn_head_dim, own.num_attn_heads, own.num_memory_rows
-        self.project = nn.Linear(in_channels, width)
-        self.layers = module_list(
-            ModernLayer(width=width, num_heads=heads, hidden=hidden, causal=causal, dropout=own.dropout)
-            for _ in range(own.num_attn_layers)
-        )
-        self.norm = nn.RMSNorm(width, eps=1e-6)
-        turns = rotary_turns(slice_size, slice_size, own.attn_head_dim).to(self.norm.weight.device)
-        self.register_buffer("turns", turns, persistent=False)
-        self.recompute = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        for layer in self.layers:
-            x = run_layer(layer, x, self.turns, recompute=self.recompute)
-        return self.norm(x)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from spn.config import DecoderConfig, EmbedderConfig, SPNConfig
-from spn.layers import GroupNorm
+from spn.layers import GroupRMSNorm
 from spn.model import SPN
 
 # Ray stays on loopback, without telemetry and tokens. It reads some of these on import, so they are set before; its
@@ -127,7 +127,7 @@ def randomise(module: nn.Module, seed: int) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     norms = {id(m.weight) for m in module.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)}
-    norms |= {id(m.gain) for m in module.modules() if isinstance(m, GroupNorm)}
+    norms |= {id(m.gain) for m in module.modules() if isinstance(m, GroupRMSNorm)}
     for parameter in module.parameters():
         parameter.normal_(generator=generator)
         if id(parameter) in norms:

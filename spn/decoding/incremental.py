@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spn.layers import MaskedLinear
 from spn.model import SPN, Decoder
-from spn.modern import STEM_COLUMNS, STEM_ROWS, ModernLayer
+from spn.modern import STEM_COLUMNS, STEM_ROWS
 
 BITS = 24  # a coder's frequencies sum to at most 2^BITS
 
@@ -118,10 +118,11 @@ class DecoderCache:
     row: list[Tensor]  # per layer [B, w + 1, C]: its input in this row, after one column of padding
     from_above: list[Tensor]  # per layer [B, w, 2C]: what rows above and s add to the gate in this row
     gate: list[Tensor]  # per layer [B, 2C]: pre-activation of this pixel, all but the pixel itself
-    surroundings: Tensor | None  # [B, w, D]: what s adds to the input of attention in this row (recipe modern)
-    direct_above: Tensor | None  # [B, w, R]: what s adds to the stream in this row (recipe modern)
-    direct: Tensor | None  # [B, R]: what attention and s add to the stream at this pixel (recipe modern)
-    pixels: Tensor | None  # [B, h + 3, w + 6, 24]: embedded pixels so far, zero-padded, for the stem of recipe modern
+    # Of recipe modern:
+    pixels: Tensor | None  # [B, h + 3, w + 6, 24]: embedded pixels so far, zero-padded, for the stem
+    surroundings: Tensor | None = None  # [B, w, D]: what s adds to the input of attention in this row
+    direct_above: Tensor | None = None  # [B, w, R]: what s adds to the stream in this row
+    direct: Tensor | None = None  # [B, R]: what attention and s add to the stream at this pixel
 
 
 def _masked(layer: MaskedLinear) -> tuple[Tensor, Tensor]:
@@ -162,36 +163,26 @@ def prepare(model: SPN) -> DecoderWeights:
 
 def new_cache(weights: DecoderWeights, batch: int) -> DecoderCache:
     """An empty cache for a batch of slices, of the weights' type and device."""
-    like = weights.layers[0].left
-    attention = weights.decoder.attention
-    size = weights.size
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
-
-    heads = [layer.num_heads if isinstance(layer, ModernLayer) else layer.attn.num_heads for layer in attention.layers]
-    width = attention.norm.weight.shape[0]
+    zeros, size, attention = weights.layers[0].left.new_zeros, weights.size, weights.decoder.attention
+    heads, width = attention.num_heads, attention.project.out_features
     rows, columns = size + STEM_ROWS - 1, size + STEM_COLUMNS - 1
     inputs = [layer.left.shape[0] for layer in weights.layers]
     gates = [layer.left.shape[1] for layer in weights.layers]
     return DecoderCache(
-        keys=[zeros(batch, n, size**2, width // n) for n in heads],
-        values=[zeros(batch, n, size**2, width // n) for n in heads],
+        keys=[zeros(batch, heads, size**2, width // heads) for _ in attention.layers],
+        values=[zeros(batch, heads, size**2, width // heads) for _ in attention.layers],
         above=[zeros(batch, 2, size + 2, c) for c in inputs],
         row=[zeros(batch, size + 1, c) for c in inputs],
         from_above=[zeros(batch, size, g) for g in gates],
         gate=[zeros(batch, g) for g in gates],
-        surroundings=None,
-        direct_above=None,
-        direct=None,
-        pixels=None if weights.stem is None else zeros(batch, rows, columns, weights.layers[0].left.shape[0]),
+        pixels=None if weights.stem is None else zeros(batch, rows, columns, inputs[0]),
     )
 
 
-def _attend(layer: Any, x: Tensor, keys: Tensor, values: Tensor, position: int, turns: Tensor | None) -> Tensor:
+def _attend(layer: Any, x: Tensor, keys: Tensor, values: Tensor, position: int, cos_sin: Tensor | None) -> Tensor:
     """One position of one attention layer: x [B, D] -> [B, D]; its key and value enter the cache."""
     here, seen = slice(position, position + 1), slice(0, position + 1)
-    q, k, v = layer.queries_keys_values(x[:, None], None if turns is None else turns[:, here])
+    q, k, v = layer.queries_keys_values(x[:, None], cos_sin)
     keys[:, :, here] = k
     values[:, :, here] = v
     attended = F.scaled_dot_product_attention(q, keys[:, :, seen], values[:, :, seen])
@@ -226,8 +217,7 @@ def start_pixel(weights: DecoderWeights, cache: DecoderCache, previous: Tensor, 
 
     previous [B, 24]: embedded pixel before this one in raster order, zeros for the first.
     """
-    decoder, position = weights.decoder, row * weights.size + column
-    stack: Any = decoder.attention
+    stack, position = weights.decoder.attention, row * weights.size + column
     x = stack.project(previous)
     if weights.stem is not None:
         assert cache.pixels is not None
@@ -235,11 +225,9 @@ def start_pixel(weights: DecoderWeights, cache: DecoderCache, previous: Tensor, 
         x = x + window.flatten(1) @ weights.stem
         if cache.surroundings is not None:
             x = x + cache.surroundings[:, column]
-    else:
-        x = x + stack.timing[position].to(x.dtype)
-    turns = None if weights.stem is None else stack.turns
+    x, cos_sin = stack.encode_positions(x, slice(position, position + 1))
     for attention, keys, values in zip(stack.layers, cache.keys, cache.values, strict=True):
-        x = _attend(attention, x, keys, values, position, turns)
+        x = _attend(attention, x, keys, values, position, cos_sin)
     x = stack.norm(x)
     for i, layer in enumerate(weights.layers):
         gate = cache.from_above[i][:, column] + x @ layer.attention

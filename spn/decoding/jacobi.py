@@ -57,7 +57,7 @@ class JacobiDecoder:
     def _logits(self, values: Tensor, context: Tensor | None, rows: slice) -> Tensor:
         """Logits [B, rows, w, 3, V] of some rows; those above are final, those below are not read."""
         decoder, count = self.decoder, rows.stop - rows.start
-        stack: Any = decoder.attention
+        stack = decoder.attention
         here = slice(rows.start * self.size, rows.stop * self.size)  # positions
         pixels = decoder.intensity(values[:, :, : rows.stop].permute(0, 2, 3, 1))  # [B, rows so far, w, 24]
         x = stack.project(shift_one_pixel(pixels)[:, here])  # [B, positions, D]
@@ -66,12 +66,10 @@ class JacobiDecoder:
             if decoder.surroundings is not None:
                 assert context is not None
                 x = x + decoder.surroundings(context[:, rows]).flatten(1, 2)
-        else:
-            x = x + stack.timing[here].to(x.dtype)
-        turns = stack.turns[:, here] if decoder.stem is not None else None
+        x, cos_sin = stack.encode_positions(x, here)
         mask = torch.full((x.shape[1], here.stop), -torch.inf, dtype=x.dtype).triu(here.start + 1)
         for layer in stack.layers:
-            q, k, v = layer.queries_keys_values(x, turns)  # [B, heads, positions, D / heads] each
+            q, k, v = layer.queries_keys_values(x, cos_sin)  # [B, heads, positions, D / heads] each
             k, v = (self._with_earlier((layer, name), new, here, dim=2) for name, new in (("k", k), ("v", v)))
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             x = layer.after_attention(x, attended)

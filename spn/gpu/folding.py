@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from spn.gpu.training import FastDecoder
 from spn.layers import GatedPixelCNNLayer, TransformerLayer, group_sizes
 from spn.model import SPN, Decoder
-from spn.modern import ModernLayer, ModernStack
+from spn.modern import ModernLayer
 
 ALIGN = 16  # channels
 
@@ -129,11 +129,12 @@ class FoldedWeights:
             self.stem = self._own(decoder.stem.masked_weight().permute(0, 2, 3, 1).flatten(1))
             if decoder.surroundings is not None:
                 self.surroundings = self._own(decoder.surroundings.weight.t())
-        self.timing = self.turns = None
-        if isinstance(attention, ModernStack):
-            self.turns = attention.turns.float().contiguous()
+        self.timing = self.cos_sin = None
+        if attention.cos_sin is not None:
+            self.cos_sin = attention.cos_sin.float().contiguous()
             self.attention = [self._pack_modern_attention(layer) for layer in attention.layers]
         else:
+            assert attention.timing is not None
             self.timing = attention.timing.float().contiguous()
             pairs = zip_longest(attention.layers, attention.layers[1:])
             self.attention = [self._pack_attention(layer, after) for layer, after in pairs]

@@ -245,14 +245,14 @@ class FusedDecoder:
 
     def _attend(self, number: int, column: int, *, normed: bool = True) -> None:
         bias = self.weights.attention[number].get("qkv_bias")
-        turns, stats = (self.weights.turns, self.x) if self.modern else (self.x, self.qkv_stats)
+        cos_sin, stats = (self.weights.cos_sin, self.x) if self.modern else (self.x, self.qkv_stats)
         programs = self.batch * self.heads
         # Programs of which each has much on its way; else more of them, each with a part of the positions.
         parts = min(PARTS, triton.next_power_of_2(triton.cdiv(ATTENDING, programs)))
         asked = ASKED_BYTES // (2 * programs * parts * self.head_dim * self.keys.element_size())
         self._run(
             kernels.attend, (programs, parts),
-            self.qkv, bias, stats, self.keys[number], self.values[number], turns, self.attended, self.parts,
+            self.qkv, bias, stats, self.keys[number], self.values[number], cos_sin, self.attended, self.parts,
             self.counters, self.row, column, self.size, self.batch, self.heads, self.head_dim, self.size * self.size,
             self.head_dim**-0.5, EPS, asked, NORMED=normed,
             BLOCK_TILES=1 if normed else self._block_tiles(3 * self.width), ROTARY=self.modern, STAGES=STAGES_ATTEND,

@@ -462,7 +462,7 @@ def _is_last(counter, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["column"])
 def attend(
-    qkv, bias, stats, keys, values, turns, out, parts, counters,
+    qkv, bias, stats, keys, values, cos_sin, out, parts, counters,
     row, column, slice_width, batch, heads, head_dim, length, scale, eps, asked,
     NORMED: tl.constexpr, BLOCK_TILES: tl.constexpr, ROTARY: tl.constexpr, PDL: tl.constexpr, ASK: tl.constexpr,
     STAGES: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -504,8 +504,8 @@ def attend(
     if ROTARY:
         half = head_dim // 2
         other, pair = (d + half) % head_dim, d % half
-        cos = tl.load(turns + position * half + pair, mask=is_d, other=0.0)
-        sin = tl.load(turns + (length + position) * half + pair, mask=is_d, other=0.0)
+        cos = tl.load(cos_sin + position * half + pair, mask=is_d, other=0.0)
+        sin = tl.load(cos_sin + (length + position) * half + pair, mask=is_d, other=0.0)
         sin = tl.where(d < half, -sin, sin)
         q_scale = tl.rsqrt(tl.sum(q * q) / head_dim + eps)
         k_scale = tl.rsqrt(tl.sum(k * k) / head_dim + eps)

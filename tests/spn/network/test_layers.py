@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from spn.config import DecoderConfig
 from spn.layers import (
-    AttentionStack,
     GatedPixelCNNLayer,
     IntensityEmbedding,
     MaskedLinear,
@@ -25,6 +24,7 @@ from spn.layers import (
     rgb_mask,
     timing_signal,
 )
+from spn.model import AttentionStack
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -210,9 +210,12 @@ def test_parameter_attention_drops_whole_memory_rows(randomised):
     assert (kept[:, 0] != kept[:, 1]).any(), "heads are dropped apart"
 
 
+SIZES = DecoderConfig(num_attn_layers=2, num_attn_heads=2, attn_head_dim=4, num_memory_rows=5)
+
+
 def test_transformer_layer_is_pre_norm_residual(randomised):
     """x + attention(norm(x)), then x + parameter attention(norm(x)); layer norms with epsilon 1e-6, scale and bias."""
-    layer = randomised(TransformerLayer(width=8, num_heads=2, num_rows=5, causal=True, dropout=0.0), 0)
+    layer = randomised(TransformerLayer(SIZES, causal=True), 0)
 
     def norm(x: Tensor, by: nn.LayerNorm) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
@@ -222,9 +225,6 @@ def test_transformer_layer_is_pre_norm_residual(randomised):
     with torch.no_grad():
         middle = x + layer.attn(norm(x, layer.attn_norm))
         close(layer(x), middle + layer.memory(norm(middle, layer.memory_norm)))
-
-
-SIZES = DecoderConfig(num_attn_layers=2, num_attn_heads=2, attn_head_dim=4, num_memory_rows=5)
 
 
 @pytest.mark.parametrize("causal", [True, False])

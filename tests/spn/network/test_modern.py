@@ -14,9 +14,9 @@ import math
 import pytest
 import torch
 
-from spn.layers import GroupNorm, channel_groups
+from spn.layers import GroupRMSNorm, channel_groups
 from spn.model import SPN, cosines, nll_nats
-from spn.modern import CausalStem, ModernLayer, rotary_turns, rotate
+from spn.modern import CausalStem, ModernLayer, rotary_cos_sin, rotate
 from tests.spn.whole_images import logits_of, target_of
 
 MODERN = {"recipe": "modern", "num_memory_rows": 10}
@@ -24,20 +24,20 @@ MODERN = {"recipe": "modern", "num_memory_rows": 10}
 
 def test_rotation_depends_on_the_offset_between_positions_alone():
     """Equal queries and keys: their product is the same for every pair with the same (row, column) offset."""
-    turns = rotary_turns(5, 6, 8).double()
+    cos_sin = rotary_cos_sin(5, 6, 8).double()
     q, k = torch.randn(2, 8, dtype=torch.float64)
     products = {}
     for (r, c), (s, d) in itertools.product(itertools.product(range(5), range(6)), repeat=2):
-        value = rotate(q[None], turns[:, r * 6 + c, None]) @ rotate(k[None], turns[:, s * 6 + d, None]).t()
+        value = rotate(q[None], cos_sin[:, r * 6 + c, None]) @ rotate(k[None], cos_sin[:, s * 6 + d, None]).t()
         products.setdefault((s - r, d - c), []).append(value.item())
     for values in products.values():
-        assert max(values) - min(values) < 1e-5  # turns are float32
+        assert max(values) - min(values) < 1e-5  # cos_sin is float32
     firsts = [values[0] for values in products.values()]
     assert len({round(value, 4) for value in firsts}) > len(firsts) / 2, "different offsets differ"
 
 
-def test_group_norm_keeps_groups_apart():
-    norm = GroupNorm(8)
+def test_group_rms_norm_keeps_groups_apart():
+    norm = GroupRMSNorm(8)
     torch.nn.init.ones_(norm.gain)
     torch.manual_seed(0)
     x, groups = torch.randn(4, 8), channel_groups(8)
@@ -71,7 +71,7 @@ def test_a_new_layer_is_the_identity_and_can_learn(tiny_config):
     model = SPN(config)
     layer = next(m for m in model.modules() if isinstance(m, ModernLayer))
     x = torch.randn(2, 16, 8)
-    assert torch.equal(layer(x, model.decoder.attention.turns), x)
+    assert torch.equal(layer(x, model.decoder.attention.cos_sin), x)
     image = torch.randint(2, (2, 3, 8, 8))
     index = torch.tensor([3, 1])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -74,8 +74,8 @@ def _no_end_row(monkeypatch) -> None:
 def _keys_not_written(monkeypatch) -> None:
     right = incremental._attend
 
-    def wrong(layer, x, keys, values, position, turns):
-        y = right(layer, x, keys, values, position, turns)
+    def wrong(layer, x, keys, values, position, cos_sin):
+        y = right(layer, x, keys, values, position, cos_sin)
         keys[:, :, position] = 0
         return y
 
