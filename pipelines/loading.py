@@ -106,12 +106,12 @@ def _find(name_or_path: str) -> Path:
     if name_or_path.endswith((".yaml", ".yml")) or os.sep in name_or_path:
         path = Path(name_or_path).expanduser().absolute()
         if not path.is_file():
-            files = [
-                str(each) for each in (path / "config.yaml", path.with_name(path.name + ".yaml")) if each.is_file()
-            ]
-            what = "is a folder" if path.is_dir() else "does not exist"
+            meant = [f"{name_or_path.rstrip(os.sep)}{end}" for end in ("/config.yaml", ".yaml")]
+            files = [file for file in meant if Path(file).expanduser().is_file()]
             hint = f"nearest: {files[0]}" if files else nearest(path.stem, preset_names())
-            raise UserError(f"config file {name_or_path} {what}; {hint}")
+            raise UserError(
+                f"config file {name_or_path} {'is a folder' if path.is_dir() else 'does not exist'}; {hint}"
+            )
         return path
     if name_or_path not in preset_names():
         raise UserError(f"unknown config {name_or_path!r}; {nearest(name_or_path, preset_names())}")

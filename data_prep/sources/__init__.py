@@ -52,7 +52,7 @@ def describe() -> list[tuple[str, str, str]]:
 def root_of(config: DataConfig) -> str:
     """Where the raw images are. Raises Unplannable without a root, except for the photos that come with the project."""
     if config.root is None and config.dataset != "demo_photos":
-        raise Unplannable(f"root is not set; root=FOLDER says where the images of {config.dataset} are")
+        raise Unplannable(f"root is not set: name the folder with the images of {config.dataset}")
     return str(BUILT_IN_PHOTOS) if config.root is None else config.root
 
 

@@ -27,8 +27,8 @@ SAME_RESULTS: dict[str, str] = {
     "3ee0b440a90fe953": "0167c7c4122c2a78",  # data_prep.ingest
     "ac428bde4adf795a": "435be5d4abadaa34",  # data_prep.parquet
     "c223e7da86b9abba": "806ecb66135d4605",  # data_prep.plan
-    "ab13de7557a0b47d": "3a9afbc0e8d43111",  # data_prep.sources
-    "ae9c5abd948f7b54": "4794f7a0ddfea73c",  # data_prep.sources.base
+    "103dbdae40c536ad": "3a9afbc0e8d43111",  # data_prep.sources
+    "a1d63755f19d3a10": "4794f7a0ddfea73c",  # data_prep.sources.base
     "e7f812d327a8f41d": "6af888ca07f3557b",  # data_prep.sources.celebahq
     "23de949d31466ecd": "687109dd7e6e4785",  # data_prep.sources.cifar10
     "30015241fc308907": "5c1b2c7e9d2a3c7b",  # data_prep.sources.folder
@@ -38,6 +38,7 @@ SAME_RESULTS: dict[str, str] = {
     "b6b7d22b6c23fda2": "f31373ea129fd1a4",  # data_prep.sources.imagenet_box
     "02654790456e852e": "d7cfc2a6e75897c7",  # data_prep.sources.imagenet_oord
     "70c8524bce897c1d": "4d05605162d0d5c5",  # data_prep.sources.webdataset
+    "28fe85c6fe583482": "06b39e8832071bb3",  # pipelines.loading
     "90ecbed9ad144e73": "122b6cf6fe801dc5",  # pipelines.nodes.evaluate
     "481e2eee00f9c525": "64803a3d91dda875",  # pipelines.nodes.histogram
     "3f29400e7ece1ba6": "f49d6b24ee1a205e",  # pipelines.nodes.images
@@ -46,11 +47,14 @@ SAME_RESULTS: dict[str, str] = {
     "51f00d3beac18b33": "d45150094715133a",  # pipelines.nodes.trained
     "46de99f1965e5c0b": "a458ba45294ab503",  # spn.checkpoint
     "d89380a979eb66d8": "f4bb1f5d039fe460",  # spn.config
-    "4f45c91121e21824": "87ddf5e4c0b3bc58",  # spn.decoding.incremental
-    "bc408b81bc952317": "6e2ff840702101ab",  # spn.gpu.folding
+    "63ac824d080c7f42": "87ddf5e4c0b3bc58",  # spn.decoding.incremental
+    "20702661f05247e5": "6e2ff840702101ab",  # spn.gpu.folding
+    "7fe55c29d254843d": "e708e6dcce1b2810",  # spn.gpu.fused
+    "5a6ac18017cb64da": "58fd0935e9cfb1ef",  # spn.gpu.kernels
     "7a0bb563071e1afe": "373ef72168f40160",  # spn.gpu.training
-    "4f83d32eae4f9a02": "59001b8749e32e25",  # spn.layers
-    "7c29986cf09cbd64": "018ef26db86a07f6",  # spn.model
+    "c82a2b8b8757eab4": "59001b8749e32e25",  # spn.layers
+    "c87710854712249d": "018ef26db86a07f6",  # spn.model
+    "facf83cb925cc66f": "2c4daf736331a568",  # spn.modern
     "de413ac009ac67e4": "2d995974c127f105",  # spn.optimizers
     "d5bc813e5e29f2db": "c2695a8cdee36f94",  # spn.training
 }

@@ -575,7 +575,9 @@ def test_unreadable_files(tmp_path: Path) -> None:
         file.write_text(text)
         assert str(file) in error_of(str(file))
     assert "does not exist" in error_of(str(tmp_path / "other.yaml"))
-    assert "does not exist" in error_of(str(tmp_path))
+    assert "is a folder; valid: " in error_of(str(tmp_path))
+    (tmp_path / "config.yaml").write_text("")
+    assert error_of(f"{tmp_path}/") == f"config file {tmp_path}/ is a folder; nearest: {tmp_path}/config.yaml"
 
 
 def test_unknown_config() -> None:

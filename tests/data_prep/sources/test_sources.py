@@ -15,7 +15,7 @@ from data_prep.config import SOURCES, DataConfig
 
 def config(root: object = None) -> DataConfig:
     return DataConfig(
-        dataset="photos", image_size=8, resolutions=[8], bits=[8], root=None if root is None else str(root)
+        dataset="demo_photos", image_size=8, resolutions=[8], bits=[8], root=None if root is None else str(root)
     )
 
 

@@ -22,6 +22,7 @@ from toy.diamond import seal
 
 from data_prep.files import UserError, open_store
 from data_prep.lock import Lock
+from data_prep.sources import BUILT_IN_PHOTOS
 from pipelines import cli, cluster, pipeline, start
 from pipelines.config import node_names, stage_names
 from pipelines.dag.plan import plan
@@ -83,7 +84,7 @@ REFUSED = {
     ("train.num_step=3",): "unknown key train.num_step; nearest: train.num_steps "
     "(on the command line: train.num_step=3)",
     ("data.root=/nowhere/at/all",): None,
-    ("data.dataset=my_photos",): "data.root is not set; data.root=FOLDER says where the images of my_photos are",
+    ("data.dataset=my_photos",): "data.root is not set: name the folder with the images of my_photos",
     ("--config", "demo.yml"): "config file demo.yml does not exist; nearest: demo",
     ("--config", "docs/own_data"): "config file docs/own_data does not exist; nearest: docs/own_data.yaml",
 }
@@ -208,7 +209,9 @@ def test_run_folder_that_cannot_be_read(arguments: tuple[str, ...], command: Com
 
 def test_data_set_id_of_another_source(command: Command) -> None:
     for looks in ([], ["--status"]):
-        code, out, err = command("full_multidim.py", "data.dataset=imagenet_oord", *looks)
+        code, out, err = command(
+            "full_multidim.py", "data.dataset=imagenet_oord", f"data.root={BUILT_IN_PHOTOS}", *looks
+        )
         assert (code, out) == (2, "")
         assert err == (
             "error: data.dataset is 'imagenet_oord'; source folder holds other pixels: name it otherwise, or set "
