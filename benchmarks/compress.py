@@ -67,7 +67,9 @@ def main() -> None:
     variant, seconds = variants(size)[arguments.variant], arguments.seconds
     models = {}
     for state, _ in train_chain(train, variant, seconds=seconds, device=arguments.device):
-        models[state.model.config.stage] = state.ema
+        model = SPN(state.ema.config).to(arguments.device).eval()  # in its plain form, as the pipeline loads it
+        model.load_state_dict(state.ema.state_dict())
+        models[model.config.stage] = model
     what = {"data": f"{name} {size}x{size}", "variant": arguments.variant, "seconds": seconds}
     what["formats"] = sizes_of_formats(test[:500])
     for batch in arguments.batch:

@@ -27,7 +27,7 @@ class DataConfig:
     resolutions: list[int]  # every H = W to write, image_size among them
     bits: list[int]  # every depth to write, 8 among them; depth b holds the b most significant bits
     source: str = "auto"  # layout of the raw images; auto: recognised by the names of the files
-    # Path or URI of the raw images; None: the photos of this package.
+    # Path or URI of the raw images; None: the photos of this package (dataset demo_photos only).
     root: str | None = field(default=None, metadata=NOT_SEMANTIC)
     split: str = "auto"  # auto: the source's own test split, else by photo; see data_prep/plan.py
     split_file: str | None = None  # of split file: lines "key split"; a path below root, else any path or URI

@@ -49,7 +49,8 @@ _EMBEDDED = {
 }
 
 # Of the user's variables, what a cluster's workers get too; an embedded session's get all.
-_PASSED_ON = ("SPN_GIT_COMMIT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+_COMPILER = ("CACHE_DIR", "MAX_AUTOTUNE", "COORDINATE_DESCENT_TUNING")
+_PASSED_ON = ("SPN_GIT_COMMIT", "TRITON_CACHE_DIR", *(f"TORCHINDUCTOR_{name}" for name in _COMPILER))
 
 
 @dataclass(frozen=True)

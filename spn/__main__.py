@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.exit(2, f"error: {options.photo} is no picture that can be read: {error.strerror or error}\n")
     if options.steps < 1:
         parser.exit(2, f"error: --steps is {options.steps}; it must be at least 1\n")
-    if options.out.suffix.lower() not in Image.registered_extensions():
+    if Image.registered_extensions().get(options.out.suffix.lower()) not in Image.SAVE:
         parser.exit(2, f"error: --out is {options.out}; its name must end as a picture's does, such as .png\n")
     if not options.out.absolute().parent.is_dir():
         parser.exit(2, f"error: --out is {options.out}; there is no folder {options.out.parent}\n")

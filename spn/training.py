@@ -98,8 +98,7 @@ class TrainState:
     @classmethod
     def create(cls, model: SPN, config: TrainConfig) -> TrainState:
         """Of a network that stands on its device in its fast forms, since the average is a copy of it."""
-        ema = copy.deepcopy(model).eval().requires_grad_(False)
-        return cls(model, ema, make_optimizers(model, config))
+        return cls(model, copy.deepcopy(model).eval(), make_optimizers(model, config))
 
     def trainer_dict(self) -> dict[str, Any]:
         """Contents of trainer.pt: plain containers and tensors only."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
@@ -156,11 +157,9 @@ def _data_section(manifest: Manifest) -> str:
 
 
 def _rerun_section(context: NodeContext[ReportNodeConfig], stages: Sequence[str]) -> str:
-    folder = mask_uris(
-        context.out.rsplit("/", 4)[0]
-    )  # the run folder: out is <it>/nodes/report/<fingerprint>/<attempt>
-    command = f"python pipelines/full_multidim.py --config {escape(context.config.preset or f'{folder}/config.yaml')}"
-    settings = "With the key=value settings of this launch, if it had any." if context.config.preset else ""
+    folder = context.out.rsplit("/", 4)[0]  # the run folder: out is <it>/nodes/report/<fingerprint>/<attempt>
+    file = "FILE.yaml" if "://" in folder else shlex.quote(f"{folder}/config.yaml")
+    command = f"python pipelines/full_multidim.py --config {escape(context.config.preset or file)}"
     rerun, run, rows, curves = f"--rerun train_{escape(stages[-1])}", context.run, "", ""
     for node, output in context.inputs.items():
         shown = escape(output.mlflow_run_id or "–")
@@ -174,6 +173,6 @@ def _rerun_section(context: NodeContext[ReportNodeConfig], stages: Sequence[str]
         f"<h2>Rerun</h2><pre>{command} {'':{len(rerun)}}   # skips what is up to date\n"
         f"{command} {rerun}   # that node, then what reads its new output\n"
         f"{command} {'--dry-run':{len(rerun)}}   # what would run, and why</pre>"
-        f"<p class=muted>{settings}</p>"
+        "<p class=muted>With the key=value settings of this launch, if it had any.</p>"
         f"<table><tr><th>node<th>attempt<th>MLflow run</tr>{rows}</table>{curves}"
     )

@@ -201,8 +201,10 @@ class FastDecoder(Decoder):
         cond, conds = conditioning(layers, attended.unflatten(1, target.shape[2:]), context)
         x, shift = pixels, cast("Tensor", None)  # the first layer starts both
         if self.direct is None:
-            for start in range(0, len(layers), self.layers_a_group):
-                group = slice(start, start + self.layers_a_group)
+            # torch.compile cannot recompute what several layers of a group share
+            size = 1 if self.recompute else self.layers_a_group
+            for start in range(0, len(layers), size):
+                group = slice(start, start + size)
                 x, shift = run_layer(run_group, layers[group], x, shift, conds[group], recompute=self.recompute)
         else:
             for layer, own in zip(layers, conds, strict=True):

@@ -42,7 +42,12 @@ def test_a_photo_that_cannot_be_read_is_one_line(tmp_path, capsys):
 
 def test_what_cannot_be_written_is_refused_before_training(tmp_path, capsys):
     Image.new("RGB", (60, 80)).save(tmp_path / "photo.png")
-    for words in (("--out", tmp_path / "nowhere/x.png"), ("--out", tmp_path / "x.foo"), ("--steps", "0")):
+    for words in (
+        ("--out", tmp_path / "nowhere/x.png"),
+        ("--out", tmp_path / "x.foo"),
+        ("--out", tmp_path / "x.psd"),
+        ("--steps", "0"),
+    ):
         with pytest.raises(SystemExit, match="2"):
             spn_main.main([str(tmp_path / "photo.png"), *map(str, words)])
         err = capsys.readouterr().err

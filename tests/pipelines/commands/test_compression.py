@@ -269,7 +269,6 @@ MISTAKES = {
     ),
     "nothing to code": (("out=NEW",), "compress.py takes either images=FILE, FOLDER or 'PATTERN', or split=test"),
     "both": (("out=NEW", "split=test", "images=a.png"), "compress.py takes either images="),
-    "another split": (("out=NEW", "split=tset"), "split"),
     "out is there": (("out=HERE", "split=test"), "HERE exists; remove it or choose another name"),
     "another size": (("out=NEW", "images=5.png"), "5.png is 5x5; the model scores 4x4 images, 8-bit RGB"),
     "an unknown key": (("out=NEW", "splitt=test"), "splitt"),

@@ -253,7 +253,7 @@ def test_a_node_that_may_stand_is_refused_only_when_it_has_to_run(store: Store, 
         assert states(report) == {"a": "executed", "b": "skipped", "c": "skipped"}
     else:
         assert states(report) == {"a": "executed", "b": "failed", "c": "executed"}
-        assert report.nodes["b"].error.startswith("b needs 3 CPU, this machine has 2 CPU; ")
+        assert report.nodes["b"].error.startswith("b needs 3 CPU, this session has 2 CPU; ")
         assert report.nodes["b"].is_user_error
 
 

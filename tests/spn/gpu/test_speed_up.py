@@ -115,12 +115,15 @@ def test_fast_forms_in_bfloat16_are_as_close_as_the_plain_network_in_bfloat16(st
     assert fast["all gradients"] < 1.5 * plain["all gradients"] + 0.01, (fast, plain)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("recipe", ["paper", "modern"])
-def test_a_network_is_compiled_as_one_graph(recipe, tiny_config):
+def test_a_network_is_compiled_as_one_graph(recipe, recompute, tiny_config):
     """Nothing in it makes torch.compile fall back to Python in between, and the loss stays the same."""
     torch.manual_seed(0)
     model = make_network(tiny_config, "depth_upscale", recipe, num_layers=2, num_attn_layers=1)
     speed_up(model)
+    if recompute:
+        recompute_activations(model)
     plain = logits_and_gradients(model, seed=4)
     compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
     for name, found in logits_and_gradients(model, seed=4, forward=compiled).items():
