@@ -70,8 +70,8 @@ def measure(
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     model = SPN(model_config).to(device)
-    state = TrainState.create(model, train_config)
     forward = speed_up(model, compiled=compiled)
+    state = TrainState.create(model, train_config)
     size = model_config.image_size
 
     def draw(num_values: int):

@@ -49,8 +49,13 @@ _EMBEDDED = {
 }
 
 # Of the user's variables, what a cluster's workers get too; an embedded session's get all.
-_COMPILER = ("CACHE_DIR", "MAX_AUTOTUNE", "COORDINATE_DESCENT_TUNING")
-_PASSED_ON = ("SPN_GIT_COMMIT", "TRITON_CACHE_DIR", *(f"TORCHINDUCTOR_{name}" for name in _COMPILER))
+_PASSED_ON = (
+    "SPN_GIT_COMMIT",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING",
+    "TORCHINDUCTOR_MAX_AUTOTUNE",
+    "TRITON_CACHE_DIR",
+)
 
 
 @dataclass(frozen=True)

@@ -109,9 +109,8 @@ def _find(name_or_path: str) -> Path:
             meant = [f"{name_or_path.rstrip(os.sep)}{end}" for end in ("/config.yaml", ".yaml")]
             files = [file for file in meant if Path(file).expanduser().is_file()]
             hint = f"nearest: {files[0]}" if files else nearest(path.stem, preset_names())
-            raise UserError(
-                f"config file {name_or_path} {'is a folder' if path.is_dir() else 'does not exist'}; {hint}"
-            )
+            what = "is a folder" if path.is_dir() else "does not exist"
+            raise UserError(f"config file {name_or_path} {what}; {hint}")
         return path
     if name_or_path not in preset_names():
         raise UserError(f"unknown config {name_or_path!r}; {nearest(name_or_path, preset_names())}")

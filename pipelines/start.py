@@ -112,13 +112,12 @@ def _ledger(
     uri = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
     ledger = tracking.Ledger(uri, experiment=config.name, run_folder=store.uri)
     changed = [word for word in overrides if not word.startswith(("storage=", "tracking.", "resources."))]
+    name = " ".join([config.name, *changed, *options])[:250]  # longer ones are refused by some databases
     ledger.start_pipeline(
         tags={
             "config": config.name,
             "git_commit": cluster.git_commit(),
-            tracking.NAME: " ".join([config.name, *changed, *options])[
-                :250
-            ],  # longer names are refused by some databases
+            tracking.NAME: name,
         },
         params=dict(word.split("=", 1) for word in changed),  # the nodes' runs have their sections of the config
         config=to_yaml(config),

@@ -308,9 +308,8 @@ def list_files(root: str) -> Listing:
             raise
         raise Unplannable(f"root is {root!r}; it cannot be opened: {' '.join(str(error).split())}") from None
     if not is_folder:
-        what = "there is no such folder: name the one that holds the raw images"
-        what = what if folder is None else "it is a file; name the folder that holds it"
-        raise Unplannable(f"root is {root!r}; {what}")
+        what = "there is no such folder; name the one with the raw images"
+        raise Unplannable(f"root is {root!r}; {what if folder is None else 'it is a file; name the folder'}")
     if problem is not None:
         raise Unplannable(f"root is {root!r}; {problem}")
     files = [entry for entry in found if not entry.is_folder]

@@ -28,7 +28,7 @@ SAME_RESULTS: dict[str, str] = {
     "ac428bde4adf795a": "435be5d4abadaa34",  # data_prep.parquet
     "c223e7da86b9abba": "806ecb66135d4605",  # data_prep.plan
     "103dbdae40c536ad": "3a9afbc0e8d43111",  # data_prep.sources
-    "a1d63755f19d3a10": "4794f7a0ddfea73c",  # data_prep.sources.base
+    "3c9d6e6e5ed850fd": "4794f7a0ddfea73c",  # data_prep.sources.base
     "e7f812d327a8f41d": "6af888ca07f3557b",  # data_prep.sources.celebahq
     "23de949d31466ecd": "687109dd7e6e4785",  # data_prep.sources.cifar10
     "30015241fc308907": "5c1b2c7e9d2a3c7b",  # data_prep.sources.folder
@@ -38,10 +38,10 @@ SAME_RESULTS: dict[str, str] = {
     "b6b7d22b6c23fda2": "f31373ea129fd1a4",  # data_prep.sources.imagenet_box
     "02654790456e852e": "d7cfc2a6e75897c7",  # data_prep.sources.imagenet_oord
     "70c8524bce897c1d": "4d05605162d0d5c5",  # data_prep.sources.webdataset
-    "853c35b39864d251": "06b39e8832071bb3",  # pipelines.loading
+    "a9fdd005a9a2b89f": "06b39e8832071bb3",  # pipelines.loading
     "90ecbed9ad144e73": "122b6cf6fe801dc5",  # pipelines.nodes.evaluate
     "481e2eee00f9c525": "64803a3d91dda875",  # pipelines.nodes.histogram
-    "3f29400e7ece1ba6": "f49d6b24ee1a205e",  # pipelines.nodes.images
+    "06b5c6b2c5ed235d": "f49d6b24ee1a205e",  # pipelines.nodes.images
     "f118b6c9e35900fc": "642253d66de29361",  # pipelines.nodes.sample
     "99efc5ae258c1fdb": "8a81c3de44809aaf",  # pipelines.nodes.train
     "51f00d3beac18b33": "d45150094715133a",  # pipelines.nodes.trained

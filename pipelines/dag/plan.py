@@ -129,11 +129,11 @@ def decide(node: Node, upstream: Mapping[str, Success], plan: Plan) -> Decision:
         reason = f"{_up_to_date(current, upstream)}; {node.unreadable}"
         return Decision(node, SKIP, reason, current.fingerprint, current.ingredients, success=current)
     if node.name in plan.rerun:
-        reason, newest = f"requested by {plan.rerun[node.name]}", here[0] if here else None
-        if newest is None or newest.state != "interrupted":
-            return Decision(node, RUN, reason, **facts)
-        reason += f"; attempt {newest.attempt} was interrupted; continues it"
-        return Decision(node, RUN, reason, attempt=newest.attempt, **facts)
+        reason = f"requested by {plan.rerun[node.name]}"
+        unfinished = here[0].attempt if here and here[0].state == "interrupted" else None
+        if unfinished is not None:
+            reason += f"; attempt {unfinished} was interrupted; continues it"
+        return Decision(node, RUN, reason, attempt=unfinished, **facts)
     if current := next(attempts.intact(store, here), None):
         return Decision(node, SKIP, _up_to_date(current, upstream), success=current, **facts)
     if node.name in plan.keep:
@@ -145,11 +145,11 @@ def decide(node: Node, upstream: Mapping[str, Success], plan: Plan) -> Decision:
         change = fingerprint.explain(reusable.ingredients, parts)
         return Decision(node, KEEP, f"attempt {reusable.attempt} is as good: {change}", success=reusable, **facts)
     extends = reusable if how == EXTEND else None
-    unfinished = next((a for a in here if a.success is None and not a.damage), None)
-    if unfinished is not None:
-        what = "failed" if unfinished.failed else "was interrupted"
-        reason = f"attempt {unfinished.attempt} {what}; continues it"
-        return Decision(node, RUN, reason, attempt=unfinished.attempt, extends=extends, **facts)
+    begun = next((a for a in here if a.success is None and not a.damage), None)
+    if begun is not None:
+        what = "failed" if begun.failed else "was interrupted"
+        reason = f"attempt {begun.attempt} {what}; continues it"
+        return Decision(node, RUN, reason, attempt=begun.attempt, extends=extends, **facts)
     latest = next((a for a in past if a.success is not None), None) or next((a for a in past if a.ingredients), None)
     reason = _damage(store, here) or (fingerprint.explain(latest.ingredients, parts) if latest else "no output yet")
     if how and reusable is not None:

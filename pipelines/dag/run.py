@@ -74,10 +74,8 @@ def shortfalls(decisions: Iterable[Decision], resources: Mapping[str, float], wh
 def refuse(decisions: Iterable[Decision], capacity: Mapping[str, float] | None) -> None:
     """Raises UserError for a node that is sure to run and never fits; without `capacity` every node may fit one day."""
     for shortfall in () if capacity is None else shortfalls(decisions, capacity, "this session"):
-        without = f"resources.per_node.{shortfall.split()[0]}.use_gpu=false needs none"
-        raise UserError(
-            f"{shortfall}; {without if shortfall.endswith(' 0 GPU') else 'ask for fewer or smaller workers'}"
-        )
+        has_none = shortfall.endswith(" 0 GPU")
+        raise UserError(f"{shortfall}; {'set use_gpu=false' if has_none else 'ask for fewer or smaller workers'}")
 
 
 def warm_up(plan: Plan) -> Warm:
@@ -236,8 +234,8 @@ class _Engine:
         decided = decide(node, {need: self.made[need] for need in node.needs}, self.plan)
         if decided.action == SKIP:
             self.display.line(f"[{node.name}] skipped: {decided.reason}")
-        elif decided.action == RUN and decision.action == RUN:
-            decided = decided if decided.attempt else replace(decided, reason=decision.reason)
+        elif decided.action == RUN and decision.action == RUN and decided.attempt is None:
+            decided = replace(decided, reason=decision.reason)
         return decided
 
     def _fail(self, name: str, error: Exception) -> None:

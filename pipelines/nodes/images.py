@@ -295,7 +295,7 @@ def _matching(pattern: str) -> tuple[Store, list[FileEntry]]:
     is_uri = "://" in pattern
     path, mark, options = pattern.partition("?") if is_uri and not pattern.startswith("file:") else (pattern, "", "")
     parts, wild = path.split("/"), "*[" if is_uri else "*?["  # "?" begins a URI's options
-    first = next((n for n, part in enumerate(parts) if any(mark in part for mark in wild)), len(parts) - 1)
+    first = next((n for n, part in enumerate(parts) if any(sign in part for sign in wild)), len(parts) - 1)
     store = open_store(("/".join(parts[:first]) or ("/" if path.startswith("/") else ".")) + mark + options)
     folders, fits = [""], []
     for part in parts[first:]:
