@@ -18,6 +18,7 @@ from rich.text import Text
 
 SEND_SEC = 0.5  # shortest time between two updates of one reporter
 LINE_SEC = 5.0  # shortest time between two plain lines of one node
+_ANSWER_SEC = 1.0  # longest wait for the hub, which takes a moment to start
 _SPEED_SEC = 60.0  # speed is that of the last minute
 
 
@@ -84,7 +85,6 @@ class Hub:
 
         self._ray = ray
         self._actor: Any = None
-        self._asked: Any = None
 
     def reporter(self, node: str) -> Reporter:
         if self._actor is None:
@@ -92,20 +92,13 @@ class Hub:
         return Reporter(node, self._actor)
 
     def poll(self) -> Mapping[str, Update]:
-        """The newest updates, if the actor has answered since the last call; never waits."""
-        answer: Mapping[str, Update] = {}
+        """The newest updates; none from an actor that is gone or does not answer."""
         if self._actor is None:
-            return answer
+            return {}
         try:
-            if self._asked is not None:
-                ready, _ = self._ray.wait([self._asked], timeout=0)
-                if not ready:
-                    return answer
-                answer = self._ray.get(self._asked)
-            self._asked = self._actor.snapshot.remote()
+            return self._ray.get(self._actor.snapshot.remote(), timeout=_ANSWER_SEC)
         except self._ray.exceptions.RayError:
-            self._asked = None
-        return answer
+            return {}
 
     def close(self) -> None:
         if self._actor is not None:

@@ -167,11 +167,12 @@ class _Engine:
                     self._fail(decision.node.name, error)
             if self.running:
                 ready, _ = self.ray.wait(list(self.running), num_returns=1, timeout=_POLL_SEC)
+                updates = self.hub.poll().items()  # before those that are ready end, so that their last one is seen
+                self.display.show({name: update for name, update in updates if name in self._active()})
                 for reference in ready:
                     self._collect(reference)
             elif len(self.reports) < len(self.plan.decisions):
                 time.sleep(_POLL_SEC)
-            self.display.show({name: update for name, update in self.hub.poll().items() if name in self._active()})
         return RunReport({name: self.reports[name] for name in self.plan.names})
 
     @property

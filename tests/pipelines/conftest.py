@@ -6,6 +6,7 @@ The path to the toys is in the environment before any test starts Ray: its worke
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ os.environ.update(
 )
 os.environ.pop("MLFLOW_TRACKING_URI", None)
 sys.path.append(str(TOYS))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background, and all that it starts, ignores it
 
 from data_prep.files import Store, open_store  # noqa: E402
 from pipelines import cli  # noqa: E402

@@ -1,4 +1,4 @@
-"""The Ray session: loopback only, and clusters that do not answer.
+"""The Ray session: loopback only, clusters that do not answer, and the commit that a start is of.
 
 python -m pytest tests/pipelines/cluster/test_cluster.py
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.files import UserError
-from pipelines.cluster import connect, in_ray_job, private_folder
+from pipelines.cluster import connect, git_commit, in_ray_job, private_folder
 
 ROOT = Path(__file__).parents[3]
 
@@ -68,13 +68,13 @@ for port in sys.argv[1:]:
     for method in methods:
         call = grpc.insecure_channel("127.0.0.1:" + port).unary_unary("/ray.rpc." + method)
         try:
-            call(b"", timeout=5)
+            call(b"", timeout=60)
             answers[port + " " + method] = "OK"
         except grpc.RpcError as error:
             answers[port + " " + method] = error.code().name
     for path in ("/api/job_agent/jobs/", "/get_or_create_runtime_env"):
         try:
-            with urllib.request.urlopen("http://127.0.0.1:" + port + path, timeout=5) as answer:
+            with urllib.request.urlopen("http://127.0.0.1:" + port + path, timeout=60) as answer:
                 answers[port + " " + path] = answer.headers["Content-Type"].partition(";")[0]
         except urllib.error.HTTPError as error:
             answers[port + " " + path] = str(error.code)
@@ -172,3 +172,19 @@ def test_a_cluster_that_does_not_answer_is_the_users_mistake(
     monkeypatch.setattr(os, "environ", {**os.environ, "RAY_ADDRESS": address})
     with pytest.raises(UserError, match=words):
         connect()
+
+
+def test_git_commit_of_a_checkout_or_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPN_GIT_COMMIT", raising=False)
+    assert git_commit(tmp_path) == "unknown"
+    monkeypatch.setenv("SPN_GIT_COMMIT", "abc")
+    assert git_commit(tmp_path) == "abc"
+    author = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run(["git", "-C", tmp_path, "init", "-q"], check=True)
+    (tmp_path / "file").touch()
+    subprocess.run(["git", "-C", tmp_path, "add", "file"], check=True)
+    subprocess.run(["git", "-C", tmp_path, *author, "commit", "-q", "-m", "x"], check=True)
+    commit = git_commit(tmp_path)
+    assert len(commit) == 40
+    (tmp_path / "file").write_text("changed")
+    assert git_commit(tmp_path) == f"{commit}-dirty"

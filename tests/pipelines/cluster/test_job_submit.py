@@ -122,11 +122,8 @@ def processes_with(mark: str) -> list[psutil.Process]:
     return found
 
 
-def is_trainer(process: psutil.Process) -> bool:
-    try:
-        return "RayTrainWorker" in " ".join(process.cmdline())
-    except psutil.Error:
-        return False
+def trainers(head: Head) -> list[psutil.Process]:
+    return [process for process in processes_with(str(head.folder)) if training.is_worker(process)]
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +151,7 @@ def head() -> Iterator[Head]:
     with open(folder / "start.log", "w") as log:
         starter = subprocess.Popen([RAY, "start", "--head", *options], env=env, stdout=log, stderr=subprocess.STDOUT)
     try:
-        wait_for(url, starter, log=folder / "start.log", timeout_sec=60)
+        wait_for(url, starter, log=folder / "start.log", timeout_sec=180)
         yield Head(url=url, folder=folder, env=env)
     finally:
         stop(starter, mark=str(folder))
@@ -205,9 +202,11 @@ def test_a_stopped_job_leaves_a_run_folder_that_can_be_resumed(
     name = head.start("python", "pipelines/full_multidim.py", *options)
     deadline = time.monotonic() + 300
     while training.committed(storage) < 50:
-        assert time.monotonic() < deadline and head.info(name)["status"] != "FAILED", head.ray("logs", name)
+        assert time.monotonic() < deadline, head.ray("logs", name)
+        assert head.info(name)["status"] in ("PENDING", "RUNNING"), head.ray("logs", name)
         time.sleep(0.1)
-    head.stop(name)
+    with training.held(trainers(head)):
+        head.stop(name)
     while head.info(name)["status"] == "RUNNING":
         assert time.monotonic() < deadline, head.ray("logs", name)
         time.sleep(0.2)
@@ -215,8 +214,8 @@ def test_a_stopped_job_leaves_a_run_folder_that_can_be_resumed(
 
     assert not (storage / "debug" / "run.lock").exists()
     deadline = time.monotonic() + 30
-    while trainers := [process for process in processes_with(str(head.folder)) if is_trainer(process)]:
-        assert time.monotonic() < deadline, f"left behind: {trainers}"
+    while left := trainers(head):
+        assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.2)
     client = MlflowClient(f"sqlite:///{storage}/debug/mlflow.db")
     experiment = client.get_experiment_by_name("debug")
@@ -237,27 +236,19 @@ def test_the_pipeline_runs_as_a_job(head: Head, storage: Path) -> None:
         assert list((storage / "debug" / "nodes" / node).rglob("_SUCCESS.json")), f"{node} left no _SUCCESS.json"
     assert len(training.attempts(storage)) == 1
     assert (storage / "debug" / "report.html").is_file()
-    # Progress in lines that a log can hold; the speed follows after some seconds, which this training may not take.
+    # Progress in lines that a log can hold.
     assert re.search(r"^\[train_size_upscale\] [\d_]+/2_400 slices\b", job.log, flags=re.MULTILINE), job.log
 
 
-def test_what_fails_in_a_job_fails_the_job_and_the_upload_is_the_code_alone(head: Head, storage: Path) -> None:
+def test_what_fails_in_a_job_fails_the_job(head: Head, storage: Path) -> None:
     """The job's folder is a copy that goes away with the cluster, so no run folder may lie there; and a failed node."""
     overrides = f"storage={storage} train.init_from=/nowhere/step-00000001 resources.max_failures=0"
     train = f"python pipelines/train_stage.py {' '.join(CONFIG)} --stage size_upscale {overrides}"
     refused = "python pipelines/full_multidim.py --config debug storage=runs"
-    job = head.submit("sh", "-c", f"echo CWD=$PWD; {refused}; echo EXIT=$?; {train}", timeout_sec=300)
+    job = head.submit("sh", "-c", f"{refused}; echo EXIT=$?; {train}", timeout_sec=300)
     assert (job.status, job.exit_code) == ("FAILED", 2), job.log
     assert re.search(r"^error: storage.*\nEXIT=2$", job.log, flags=re.MULTILINE), job.log
     assert "Traceback" not in job.log
     message = "train.init_from: /nowhere/step-00000001 has no config.json; it must be the folder of a checkpoint"
     assert f"\nerror: train_size_upscale: {message} (" in job.log
     assert message in Path(re.search(r"see (\S+error.txt)", job.log)[1]).read_text()
-
-    upload = Path(re.search(r"CWD=(/\S+)", job.log)[1])
-    assert upload.is_relative_to(head.folder)
-    present = {path.name for path in upload.iterdir()}
-    assert {"spn", "data_prep", "pipelines", "pyproject.toml"} <= present
-    assert not present & {".venv", ".git", "runs", ".gpu"}
-    num_bytes = sum(path.stat().st_size for path in upload.rglob("*") if path.is_file())
-    assert num_bytes < 30e6, "Ray refuses uploads of more than 100 MiB"

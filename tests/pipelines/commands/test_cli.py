@@ -65,13 +65,6 @@ REFUSED = {
     ("--only",): "argument --only: expected one argument (see full_multidim.py --help)",
     ("--only", "sample, evalute"): f"--only evalute: {NO_NODE}; nearest: evaluate",
     ("--rerun", "zzz"): f"--rerun zzz: {NO_NODE}; valid: {', '.join(NODES)}",
-    ("--from", "sample", "--keep", "report"): "--from sample and --keep report exclude each other",
-    (
-        "--from",
-        "sample",
-        "--only",
-        "report",
-    ): "--from sample runs all nodes downstream, --only leaves nodes out; use --rerun with --only",
     ("--status", "--gc"): "argument --gc: not allowed with argument --status (see full_multidim.py --help)",
     ("--gc", "--dry-run"): "argument --dry-run: not allowed with argument --gc (see full_multidim.py --help)",
     ("--status", "--only", "sample"): "--only sample excludes --status: leave one out",
@@ -98,6 +91,16 @@ def test_refused_in_one_line_before_anything_is_printed_or_written(
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("error: ") and (message is None or err == f"error: {message}\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_verified_must_be_a_dataset(command: Command, tmp_path: Path) -> None:
+    for arguments, message in (
+        ((), "config debug has no finished dataset (no output yet); build it first"),
+        ((str(tmp_path),), f"{tmp_path} is not a finished dataset: it has no manifest.json"),
+    ):
+        code, out, err = command("prepare_data.py", "--verify", *arguments)
+        assert (code, out, err) == (2, "", f"error: {' '.join(('--verify', *arguments))}: {message}\n")
+    assert "unknown key data.sed" in command("prepare_data.py", "--verify", "data.sed=3")[2], "an override, no place"
 
 
 def test_names_of_nodes_are_those_of_the_wiring(command: Command) -> None:

@@ -179,8 +179,3 @@ def test_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:
     total = described("imagenet128")["size_upscale"]["parameters"]["total"]
     assert f"size_upscale: {total:,} parameters\n" in text
     assert "batch of 2,048 slices on 8 workers" in text
-
-
-def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--config", "debug", "train.steps=3"], prog="describe.py") == 2
-    assert capsys.readouterr().err.startswith("error: unknown key train.steps; nearest: train.num_steps")

@@ -88,7 +88,7 @@ def test_a_training_that_meets_every_fault_ends_as_if_there_had_been_none(
     training.wait_for_step(tmp_path, 60, run)  # it went on from a checkpoint
     mlflow_server.kill()
     training.wait_for_step(tmp_path, 100, run)  # MLflow is away: training does not care
-    with training.held(run.pid):  # the server takes seconds to start
+    with training.held(training.train_workers(run.pid)):  # the server takes seconds to start
         mlflow_server.start()
         processes = family(run)
         os.killpg(run.pid, signal.SIGINT)  # as a terminal sends Ctrl-C: to the whole group
@@ -106,7 +106,7 @@ def test_a_training_that_meets_every_fault_ends_as_if_there_had_been_none(
         lambda: training.train_workers(run.pid), "a train worker", run
     )  # after what lies there is counted
     training.wait_for_step(tmp_path, training.committed(tmp_path) + 20, run)
-    with training.held(run.pid):
+    with training.held(training.train_workers(run.pid)):
         processes = family(run)
         run.kill()
         run.wait()

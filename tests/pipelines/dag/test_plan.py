@@ -5,6 +5,7 @@ Nodes run in this process, without Ray.
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def test_up_to_date_nodes_are_skipped_with_attempt_and_age(finished: Store) -> N
     made = decided(finished)
     assert set(actions(made).values()) == {"skip"} and will_run(made) == ()
     attempt = made["left"].success.attempt
-    assert made["left"].reason == f"up to date: attempt {attempt}, finished less than a minute ago"
+    assert re.fullmatch(rf"up to date: attempt {attempt}, finished .* ago", made["left"].reason)
     assert carry_out(made) == []
     assert made.lines()[0].split()[:4] == ["prepare", "skip", "up", "to"]
 
@@ -241,8 +242,10 @@ def test_an_interrupted_rerun_of_a_finished_node_is_continued_by_the_same_comman
     [
         (lambda folder: (folder / "value.txt").unlink(), "value.txt is missing"),
         (lambda folder: (folder / "value.txt").write_text("longer than it was"), "value.txt has 18 bytes instead of"),
-        (lambda folder: (folder / "_SUCCESS.json").write_text("{"), "_SUCCESS.json is not readable"),
-        (lambda folder: (folder / "_SUCCESS.json").write_text('{"node": "left"}'), "_SUCCESS.json is not readable"),
+        *(
+            (lambda folder, text=text: (folder / "_SUCCESS.json").write_text(text), "_SUCCESS.json is not readable")
+            for text in ("", "{", "[]", "{}", '{"node": "left", "other": 2}')
+        ),
     ],
 )
 def test_a_damaged_output_is_made_anew_and_never_continued(finished: Store, damage: Any, words: str) -> None:

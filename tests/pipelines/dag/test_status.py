@@ -29,7 +29,7 @@ def test_a_finished_node_shows_run_fingerprint_and_age(finished: Store) -> None:
     (attempt,) = attempts.history(finished, "left")
     shown = rows(finished)["left"]
     assert shown.startswith("up to date") and shown.endswith("skips it")
-    assert attempt.fingerprint in shown and "less than a minute ago" in shown
+    assert attempt.fingerprint in shown and " ago " in shown
 
 
 def test_an_outdated_node_says_why_it_would_run(finished: Store) -> None:

@@ -137,8 +137,12 @@ def test_results(networks, dataset, exact, tmp_path: Path, monkeypatch: pytest.M
     assert results["with_raw_weights"] == pytest.approx(
         {"difference": change.mean(), "standard_error": change.std(ddof=1) / 3**0.5, "num_images": 3}, rel=1e-4
     )
+    for column in ("bits_per_dim", "histogram", "uniform"):
+        parts = sum(part[column] for part in results["stages"].values())
+        assert parts == pytest.approx(results["total"][column], abs=1e-9)
     table = pq.read_table(tmp_path / "out/per_image.parquet")
     assert table.column_names == ["key", *STAGES, "total"] and table.column("key").to_pylist() == KEYS
+    assert np.mean(table.column("total")) == pytest.approx(results["total"]["bits_per_dim"], abs=1e-9)
 
 
 def test_raw_weights_are_those_of_the_last_step(tiny_spn, tmp_path: Path) -> None:

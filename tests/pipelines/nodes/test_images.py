@@ -278,21 +278,7 @@ WRONG = {
         "config debug has no stage depth_upscale",
     ),
     "no use": ("sample", 16, (), "images is set, but sample.use is not"),
-    "a misspelt use": ("sample", 16, ("sample.use=size_upscal",), "it must be one of size_upscale, depth_upscale"),
-    "a misspelt precision": (
-        "sample",
-        16,
-        ("sample.precision=float16",),
-        "sample.precision is 'float16'; it must be one of float32, bfloat16",
-    ),
     "another command": ("prepare_data", 16, (), "images is for sample.py, which starts from them, and evaluate.py"),
-    "top_p": (
-        "sample",
-        16,
-        ("sample.top_p.depth_upscale=1.5",),
-        "top_p.depth_upscale is 1.5; it must be above 0",
-    ),
-    "top_p of no stage": ("sample", 16, ("sample.top_p.depth=0.9",), "the config has no stage 'depth'"),
 }
 
 

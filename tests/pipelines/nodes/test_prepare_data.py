@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,42 +29,17 @@ def photos(root: Path, number: int = 4) -> None:
         Image.new("RGB", (12, 12), (i, 2 * i, 3 * i)).save(root / f"{i}.png")
 
 
-def cut_off_tar(root: Path) -> None:
-    photos(root)
-    whole = root / "whole.tar"
-    with tarfile.open(whole, "w") as tar:
-        for i in range(4):
-            tar.add(root / f"{i}.png", f"{i}.png")
-            (root / f"{i}.png").unlink()
-    (root / "ILSVRC2012_img_val.tar").write_bytes(whole.read_bytes()[:1540])
-    whole.unlink()
-
-
-def folders_outside_of_the_splits(root: Path) -> None:
-    for name in ("train", "test", "extra"):
-        (root / name).mkdir()
-        photos(root / name, 1)
-
-
 def split_of_others(root: Path) -> None:
     photos(root)
     (root / "splits.txt").write_text("0.png train\nother.png test\n")
 
 
 CASES: dict[str, tuple[Callable[[Path], None], dict, str]] = {
-    "cut off": (cut_off_tar, {}, "data.root: truncated_archive: ILSVRC2012_img_val.tar: "),
-    "outside": (folders_outside_of_the_splits, {}, "data.split is 'auto'; 1 of 3 files are in no split of the source"),
     "split file": (
         split_of_others,
         {"split": "file", "split_file": "splits.txt"},
         "data.root: split_mismatch: splits.txt names 2 images, ",
     ),
-    "no split file": (
-        photos,
-        {"split": "file", "split_file": "splits.txt"},
-        "data.split is 'file'; there is no ",
-    ),
-    "held out": (photos, {"num_test_photos": 4}, "data.num_valid_photos + num_test_photos is 4; "),
     "glow": (photos, {"split": "glow"}, "data.split is 'glow'; it takes 3000 images for test, "),
     "tiles": (photos, {"crop": "tiles", "tile_size": 20}, "data.root: 4 of 4 photos cannot be used, "),
 }

@@ -9,8 +9,6 @@ import dataclasses
 import hashlib
 import json
 import shutil
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,30 +139,23 @@ def test_nothing_is_started_when_all_is_there(drawn, job, monkeypatch: pytest.Mo
 
 
 @pytest.mark.faults
-def test_a_killed_worker_is_replaced_and_nothing_changes(drawn, job, ray_session: None) -> None:
-    """SIGKILL as soon as the first chunk is there: the worker's chunk is drawn again, by another process."""
-    killed: list[int] = []
+def test_a_killed_worker_is_replaced_and_nothing_changes(
+    drawn, job, ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL when the first chunk is there: what the worker had to draw is drawn by another process."""
+    killed, part = list[int](), sample._part
+
+    def kill_one(*arguments: Any) -> Reporter:
+        workers = [] if killed else [process for process in raylet_children() if "DrawingWorker" in process.name()]
+        for process in workers[:1]:
+            process.kill()
+            killed.append(process.pid)
+        return part(*arguments)
+
+    monkeypatch.setattr(sample, "_part", kill_one)  # in this process: the driver, once a chunk is finished
     one = job("killed", 2)
-
-    def kill_the_first() -> None:
-        deadline = time.monotonic() + 60
-        while not killed and time.monotonic() < deadline:
-            if list(Path(one.out).rglob("*.parquet")):
-                for process in psutil.Process().children(recursive=True) + raylet_children():
-                    if "DrawingWorker" in process.name() or "DrawingWorker" in " ".join(process.cmdline()):
-                        process.kill()
-                        killed.append(process.pid)
-                        return
-            time.sleep(0.005)
-
-    watcher = threading.Thread(target=kill_the_first)
-    watcher.start()
-    try:
-        draw(one, TWELVE, progress=Reporter("sample"))
-    finally:
-        watcher.join()
-    assert killed, "a worker was there to be killed"
-    assert content(one.out) == drawn[1]
+    draw(one, TWELVE, progress=Reporter("sample"))
+    assert killed and content(one.out) == drawn[1]
 
 
 def raylet_children() -> list[psutil.Process]:

@@ -34,6 +34,7 @@ from pipelines.dag.node import NodeOutput
 from pipelines.loading import load
 from pipelines.nodes import train, trained
 from pipelines.nodes.memory import halved, largest_that_fits
+from pipelines.tracking import NodeRun, RunHandle
 from spn.checkpoint import save_checkpoint
 from spn.config import SPNConfig, TrainConfig
 from spn.evaluation import bits_per_dim, image_nats
@@ -285,6 +286,23 @@ def test_a_worker_records_what_it_found_before_it_trains(
         assert not record.exists() and handed_out == [2, 2, 2, 2]
     else:
         assert json.loads(record.read_text()) == {"micro_batch_size": 4} and handed_out == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "watched"), [((0, 0, 0), (None, "")), ((2, 0, 1), (None, "node_1")), ((3, 1, 1), ("silent", "node_1"))]
+)
+def test_one_worker_of_each_machine_watches_its_load(
+    ranks: tuple[int, int, int], watched: tuple, work: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ranks: in the world, on its machine, of its machine. Rank 0's metrics have the names of MLflow's own page."""
+    for key, rank in zip(("get_world_rank", "get_local_rank", "get_node_rank"), ranks, strict=True):
+        monkeypatch.setattr(train.ray.train.get_context(), key, lambda rank=rank: rank)
+    found = list[tuple]()
+    monkeypatch.setattr(RunHandle, "at", lambda handle, run_id: RunHandle(run_id="silent"))
+    monkeypatch.setattr(NodeRun, "send", lambda run, call: True)
+    monkeypatch.setattr(NodeRun, "watch_machine", lambda run, *, name: found.append((run.handle.run_id, name)))
+    work(lambda *_, **__: None, 2)
+    assert found == [watched]
 
 
 def test_memory_that_runs_out_later_names_the_setting(work: Callable[..., None]) -> None:

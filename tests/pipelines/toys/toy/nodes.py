@@ -110,20 +110,11 @@ def meet(context: NodeContext) -> NodeResult:
     """Ends only when the other one runs too: both write a file and wait for the other's."""
     place = Path(context.config.place)
     (place / context.node).touch()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (place / context.config.other).exists():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{context.config.other} never ran beside me")
         time.sleep(0.02)
-    return write(context)
-
-
-def alone(context: NodeContext) -> NodeResult:
-    """Fails if another node that runs this function is running."""
-    flag = Path(context.config.place, "busy")
-    flag.touch(exist_ok=False)
-    time.sleep(0.3)
-    flag.unlink()
     return write(context)
 
 

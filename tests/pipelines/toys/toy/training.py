@@ -84,20 +84,20 @@ def wait_for_step(storage: Path | str, step: int, process: subprocess.Popen[str]
 
 def train_workers(parent: int) -> list[psutil.Process]:
     """Ray Train workers among the descendants of a process."""
-    found = []
-    for process in psutil.Process(parent).children(recursive=True):
-        try:
-            if "RayTrainWorker" in " ".join(process.cmdline()):
-                found.append(process)
-        except psutil.Error:  # gone meanwhile
-            continue
-    return found
+    return [process for process in psutil.Process(parent).children(recursive=True) if is_worker(process)]
+
+
+def is_worker(process: psutil.Process) -> bool:
+    try:
+        return "RayTrainWorker" in " ".join(process.cmdline())
+    except psutil.Error:  # gone meanwhile
+        return False
 
 
 @contextlib.contextmanager
-def held(parent: int) -> Iterator[None]:
-    """The training below this process stands still: what happens inside happens in its middle, on a busy machine."""
-    workers = train_workers(parent)
+def held(workers: list[psutil.Process]) -> Iterator[None]:
+    """A training's workers stand still: what happens inside happens in its middle, on a busy machine."""
+    assert workers, "no training to be held"
     for worker in workers:
         with contextlib.suppress(psutil.Error):
             worker.suspend()
