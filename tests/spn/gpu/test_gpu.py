@@ -16,7 +16,6 @@ from spn.gpu.training import FastIntensityEmbedding, speed_up
 from spn.model import SPN
 from spn.sampling import sample_chain
 from spn.training import Batch, NonFiniteLoss, TrainState, fit, train_step
-from tests.spn.whole_images import context_of, incremental_logits, target_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -132,20 +131,14 @@ def test_table_gradient_under_autocast_is_the_embeddings(num_values, shape):
     assert (found - expected).norm() / expected.norm() < 1e-4
 
 
-@pytest.mark.parametrize("which", range(3))
-def test_incremental_logits_equal_the_full_forward(which, tiny_config):
-    model = networks(tiny_config)[which].cuda().double().eval()
-    batch = moved(inputs(model, 3, 2))
-    context = context_of(model, batch.image, batch.index, batch.given)
-    target = target_of(model, batch.image, batch.index)
-    full = model.decoder(target, context)
-    torch.testing.assert_close(incremental_logits(model, target, context), full, rtol=0, atol=1e-9)
-
-
 def test_a_chain_is_sampled_as_on_the_cpu(tiny_config):
-    """In float64 no rounding decides a draw: the same images from the same seed."""
+    """By the plain decoder in float64, where no rounding decides a draw: the same images from the same seed.
+
+    The decoders that a GPU takes by itself are in test_fused.py and test_jacobi.py.
+    """
     chain = {m.config.stage: m.double().eval() for m in networks(tiny_config)}
     expected = sample_chain(chain, seed=3, images=range(4))
-    found = sample_chain({stage: m.cuda() for stage, m in chain.items()}, seed=3, images=range(4))
+    on_gpu = {stage: m.cuda() for stage, m in chain.items()}
+    found = sample_chain(on_gpu, seed=3, images=range(4), decoder="plain")
     for stage, image in expected.items():
         assert torch.equal(found[stage].cpu(), image), stage

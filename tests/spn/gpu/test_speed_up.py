@@ -13,9 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spn.config import DecoderConfig
-from spn.gpu.training import TableLookup, add_shift, run_group, speed_up, table_gradient
-from spn.layers import GatedPixelCNNLayer, channel_groups
+from spn.gpu.training import TableLookup, add_shift, speed_up, table_gradient
 from spn.model import SPN, nll_nats, recompute_activations
 
 STAGES: dict[str, dict[str, Any]] = {  # sizes of a stage, and its slices
@@ -52,9 +50,8 @@ def logits_and_gradients(
     return {"logits": logits.detach(), **dict(zip(names, gradients, strict=True))}
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("stage", "recompute"), [*((stage, False) for stage in STAGES), ("depth_upscale", True)])
 @pytest.mark.parametrize("recipe", ["paper", "modern"])
-@pytest.mark.parametrize("stage", STAGES)
 def test_fast_forms_equal_the_plain_network(stage, recipe, recompute, tiny_config, randomised):
     """Every logit and every gradient in float64; the same names, parameters and values afterwards."""
     model = randomised(make_network(tiny_config, stage, recipe), 0)
@@ -115,10 +112,12 @@ def test_fast_forms_in_bfloat16_are_as_close_as_the_plain_network_in_bfloat16(st
     assert fast["all gradients"] < 1.5 * plain["all gradients"] + 0.01, (fast, plain)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("recipe", ["paper", "modern"])
+@pytest.mark.parametrize(("recipe", "recompute"), [("paper", False), ("paper", True), ("modern", True)])
 def test_a_network_is_compiled_as_one_graph(recipe, recompute, tiny_config):
-    """Nothing in it makes torch.compile fall back to Python in between, and the loss stays the same."""
+    """Nothing in it makes torch.compile fall back to Python in between, and the loss stays the same.
+
+    Recomputing changes the groups of recipe paper. In recipe modern it only wraps the layers, so one case is enough.
+    """
     torch.manual_seed(0)
     model = make_network(tiny_config, "depth_upscale", recipe, num_layers=2, num_attn_layers=1)
     speed_up(model)
@@ -150,37 +149,6 @@ def test_compiled_networks_keep_the_layouts_that_they_have(tiny_config, monkeypa
     assert seen == [False]
     for name, expected in plain.items():
         torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5, msg=name)
-
-
-@pytest.mark.parametrize("sizes", [[7], [1] * 7, [2, 2, 3], [5, 2]])
-def test_groups_of_layers_equal_the_layers_one_by_one(sizes, randomised):
-    """Stream and the gradients of every parameter and input, however many layers a group has."""
-    own, first = DecoderConfig(conv_channels=5, residual_channels=7), channel_groups(24)
-    layers = [
-        randomised(GatedPixelCNNLayer(own, cond_channels=4, first_input=None if seed else first), seed)
-        for seed in range(7)
-    ]
-    generator = torch.Generator().manual_seed(1)
-    pixels, cond = (torch.randn(2, 4, 5, c, generator=generator, dtype=torch.float64) for c in (24, 4))
-    inputs = [pixels, cond, *(p for layer in layers for p in layer.parameters())]
-    for tensor in inputs:
-        tensor.requires_grad_()
-    plain = pixels
-    for layer in layers:
-        plain = layer(plain, cond)
-    x, shift, start = pixels, None, 0
-    for size in sizes:
-        group = layers[start : start + size]
-        x, shift = run_group(group, x, shift, [layer.cond(cond) for layer in group])
-        start += size
-    upstream = torch.randn(plain.shape, generator=generator, dtype=torch.float64)
-    torch.testing.assert_close(x + shift, plain, rtol=1e-10, atol=1e-10)
-    for actual, expected in zip(
-        torch.autograd.grad(((x + shift) * upstream).sum(), inputs),
-        torch.autograd.grad((plain * upstream).sum(), inputs),
-        strict=True,
-    ):
-        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("num_values", [2, 8, 32])

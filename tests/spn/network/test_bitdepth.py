@@ -5,29 +5,30 @@ python -m pytest tests/spn/network/test_bitdepth.py
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from spn.bitdepth import join_depth, reduce_depth, split_depth, stage_values, to_display
 
-SPLITS = [(given, num) for given in range(8) for num in range(1, 9 - given)]
 
+def test_splitting_and_joining_are_exact_inverses():
+    """Over every split of up to eight bits, every value and, the other way, every pair of high and low bits."""
+    splits = [(given, num) for given in range(8) for num in range(1, 9 - given)]
+    for (given_bits, num_bits), dtype in itertools.product(splits, (torch.uint8, torch.int64)):
+        case = f"{given_bits} given and {num_bits} generated bits, {dtype}"
+        values = torch.arange(2 ** (given_bits + num_bits)).to(dtype)
+        given, low = split_depth(values, given_bits=given_bits, num_bits=num_bits)
+        assert given.dtype == low.dtype == dtype, case
+        assert given.max() == 2**given_bits - 1 and low.max() == 2**num_bits - 1, case
+        assert torch.equal(join_depth(given, low, num_bits=num_bits), values), case
 
-@pytest.mark.parametrize(("given_bits", "num_bits"), SPLITS)
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
-def test_splitting_and_joining_are_exact_inverses(given_bits, num_bits, dtype):
-    """Over every value and, the other way, over every pair of high and low bits."""
-    values = torch.arange(2 ** (given_bits + num_bits)).to(dtype)
-    given, low = split_depth(values, given_bits=given_bits, num_bits=num_bits)
-    assert given.dtype == low.dtype == dtype
-    assert given.max() == 2**given_bits - 1 and low.max() == 2**num_bits - 1
-    assert torch.equal(join_depth(given, low, num_bits=num_bits), values)
-
-    pairs = torch.cartesian_prod(torch.arange(2**given_bits), torch.arange(2**num_bits)).to(dtype)
-    joined = join_depth(pairs[:, 0], pairs[:, 1], num_bits=num_bits)
-    assert joined.unique().numel() == 2 ** (given_bits + num_bits)
-    again = split_depth(joined, given_bits=given_bits, num_bits=num_bits)
-    assert torch.equal(torch.stack(again, 1), pairs)
+        pairs = torch.cartesian_prod(torch.arange(2**given_bits), torch.arange(2**num_bits)).to(dtype)
+        joined = join_depth(pairs[:, 0], pairs[:, 1], num_bits=num_bits)
+        assert joined.unique().numel() == 2 ** (given_bits + num_bits), case
+        again = split_depth(joined, given_bits=given_bits, num_bits=num_bits)
+        assert torch.equal(torch.stack(again, 1), pairs), case
 
 
 @pytest.mark.parametrize("to_bits", range(9))

@@ -9,15 +9,13 @@ test_sampling_incremental.py, which run both recipes.
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
 
 from spn.layers import GroupRMSNorm, channel_groups
-from spn.model import SPN, cosines, nll_nats
+from spn.model import SPN, cosines
 from spn.modern import CausalStem, ModernLayer, rotary_cos_sin, rotate
-from tests.spn.whole_images import logits_of, target_of
 
 MODERN = {"recipe": "modern", "num_memory_rows": 10}
 
@@ -64,28 +62,15 @@ def test_stem_reads_its_window_before_the_pixel():
             assert bool(moved[r, c]) == inside, (row, column, r, c)
 
 
-def test_a_new_layer_is_the_identity_and_can_learn(tiny_config):
-    """Residual branches add nothing at first, and every parameter but those behind a zero map gets a gradient."""
-    config = tiny_config("size_upscale", image_size=8, scaling_factor=2, decoder=MODERN, embedder=MODERN)
+def test_a_new_layer_is_the_identity(tiny_config):
+    """Residual branches add nothing at first. That a network of such layers learns is shown in test_model.py."""
     torch.manual_seed(0)
-    model = SPN(config)
-    layer = next(m for m in model.modules() if isinstance(m, ModernLayer))
+    model = SPN(tiny_config("size_upscale", image_size=8, scaling_factor=2, decoder=MODERN, embedder=MODERN))
+    layers = [m for m in model.modules() if isinstance(m, ModernLayer)]
+    assert len(layers) == 2  # one in the embedder, one in the decoder
     x = torch.randn(2, 16, 8)
-    assert torch.equal(layer(x, model.decoder.attention.cos_sin), x)
-    image = torch.randint(2, (2, 3, 8, 8))
-    index = torch.tensor([3, 1])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(60):
-        loss = (
-            nll_nats(logits_of(model, image, index), target_of(model, image, index)).sum() / (2 * 3 * 16) / math.log(2)
-        )
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
-    assert losses[-1] < 0.2 < losses[0]
+    for layer in layers:
+        assert torch.equal(layer(x, model.decoder.attention.cos_sin), x)
 
 
 def test_attention_reads_the_context_too(tiny_spn):

@@ -14,7 +14,7 @@ from torch import Tensor
 from spn.decoding.incremental import Draws, decode_slice, pick, prepare
 from spn.sampling import sample_slice_slowly, uniforms
 
-NUM = 20_011
+NUM = 5_003
 EVENLY = (torch.arange(NUM, dtype=torch.float64) + 0.5) / NUM
 BELOW_ONE = 1 - 2**-53  # the largest number that a draw can be
 
@@ -31,6 +31,12 @@ def test_pick_draws_from_softmax_of_logits_over_temperature(temperature, num_val
     logits = torch.randn(num_values, generator=torch.Generator().manual_seed(num_values), dtype=torch.float64) * 2
     weights = torch.exp(logits / temperature)
     assert (counts(logits, temperature) - NUM * weights / weights.sum()).abs().max() <= 1
+
+
+def test_pick_at_a_very_low_temperature_takes_the_most_likely_value():
+    logits = torch.randn((500, 256), generator=torch.Generator().manual_seed(0))
+    uniform = torch.rand(500, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert torch.equal(pick(logits, uniform, 1e-9), logits.argmax(1))
 
 
 def test_pick_at_the_ends_of_the_unit_interval():

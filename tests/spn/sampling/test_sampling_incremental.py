@@ -50,14 +50,24 @@ def difference(model: SPN, batch: tuple[Tensor, Tensor, Tensor | None]) -> float
 # ---- the incremental decoder is the full forward ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_incremental_logits_equal_full_forward(case, shape, stage_network, random_values):
-    """Every slice, position and channel of every stage: 1e-9 in float64, 1e-4 in float32."""
+def assert_incremental_logits_equal_full_forward(case: str, shape: str, stage_network, random_values) -> None:
+    """Every slice, position and channel, for two seeds: 1e-9 in float64, 1e-4 in float32."""
     for seed in (1, 2):
         model = stage_network(case, seed=seed, decoder=SHAPES[shape])
         batch = every_slice(model, seed, random_values)
         assert difference(model, batch) < 1e-9
         assert difference(model.float(), batch) < 1e-4
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("case", ["baseline", "depth_upscale_2"])
+def test_incremental_logits_of_every_decoder_equal_full_forward(case, shape, stage_network, random_values):
+    """Without a context and with one, which is all that a decoder sees of its stage."""
+    assert_incremental_logits_equal_full_forward(case, shape, stage_network, random_values)
+
+
+def test_incremental_logits_of_every_stage_equal_full_forward(case, stage_network, random_values):
+    assert_incremental_logits_equal_full_forward(case, "uneven", stage_network, random_values)
 
 
 def test_incremental_logits_of_a_slice_of_one_pixel(tiny_spn, random_values):

@@ -5,13 +5,11 @@ python -m pytest tests/spn/training/test_evaluation.py
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from spn.evaluation import bits_per_dim, chain_nats, image_nats, scored_slices, slice_nats
+from spn.evaluation import bits_per_dim, chain_nats, image_nats, slice_nats
 from spn.model import SPN
 from tests.spn.whole_images import logits_of
 
@@ -99,28 +97,23 @@ def test_batch_size_does_not_matter_and_a_short_last_batch_counts(tiny_chain, ra
     assert abs(means - total.mean()) > 1e-3 and abs(total[:6].mean() - total.mean()) > 1e-3
 
 
-def test_slices_that_a_stage_answers_for(tiny_spn):
-    common = dict(image_size=4, scaling_factor=2)
-    models = {name: tiny_spn(name, seed=0, **common) for name in ("first_slice", "size_upscale", "depth_upscale")}
-    assert list(scored_slices(models["first_slice"], first_given=False)) == [0]
-    assert list(scored_slices(models["size_upscale"], first_given=False)) == [0, 1, 2, 3]
-    assert list(scored_slices(models["size_upscale"], first_given=True)) == [1, 2, 3]
-    assert list(scored_slices(models["depth_upscale"], first_given=False)) == [0, 1, 2, 3]
-
-
 def test_slices_add_up(tiny_spn, random_values):
     """Scored together or one at a time, an image's slices give the same sum."""
     model = tiny_spn("size_upscale", seed=4, image_size=4, scaling_factor=2, num_bits=3)
     image = random_values(4, 3, 2, 3, 4, 4)
     alone = sum(image_nats(model, image, None, slices=[number]) for number in range(4))
     torch.testing.assert_close(image_nats(model, image, None, slices=range(4)), alone)
-    for forward in (None, torch.compile(model, backend="eager")):
+
+    class Compiled:
+        """As torch.compile's networks, it can be called but has no truth value."""
+
+        __call__ = model.forward
+
+        def __bool__(self) -> bool:
+            raise TypeError
+
+    for forward in (None, Compiled()):
         parts = slice_nats(model, image, None, slices=range(4), forward=forward)
         torch.testing.assert_close(parts.sum((1, 2)), alone)
     assert parts.shape == (len(image), 4, 3) and (parts > 0).all()
     assert image_nats(model, image, None, slices=range(4)).requires_grad is False
-
-
-def test_bits_per_dim_divides_once_by_the_full_image():
-    nats = 5 * (7 * 7 * 3) * 2.5 * math.log(2)
-    assert bits_per_dim(nats, num_images=5, image_size=7) == pytest.approx(2.5, rel=1e-15)

@@ -26,12 +26,11 @@ STAGES = [("baseline", 1), ("first_slice", 2), ("size_upscale", 2), ("depth_upsc
 
 
 @pytest.mark.parametrize(("stage", "scaling_factor"), STAGES)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_estimate_is_unbiased(stage, scaling_factor, seed, tiny_spn, make_batch):
+def test_estimate_is_unbiased(stage, scaling_factor, tiny_spn, make_batch):
     """The mean of the training estimate over all target slices of every image is the exact bits/dim."""
-    model = tiny_spn(stage, seed=seed, image_size=4, scaling_factor=scaling_factor, num_bits=2)
+    model = tiny_spn(stage, seed=0, image_size=4, scaling_factor=scaling_factor, num_bits=2)
     config = model.config
-    batch = make_batch(model, seed, 5)
+    batch = make_batch(model, 0, 5)
     slices = range(1 if stage == "first_slice" else config.num_slices)
     exact = float(image_nats(model, batch.image, batch.given, slices=slices).sum())
     estimates = []
@@ -45,13 +44,10 @@ def test_estimate_is_unbiased(stage, scaling_factor, seed, tiny_spn, make_batch)
 
 
 @pytest.mark.parametrize(("stage", "scaling_factor"), STAGES)
-@pytest.mark.parametrize("sizes", [(2, 4), (1, 2, 3), (1,) * 6])
-def test_accumulated_gradients_equal_one_big_batch(
-    stage, scaling_factor, sizes, tiny_spn, settings, make_batch, snapshot
-):
+def test_accumulated_gradients_equal_one_big_batch(stage, scaling_factor, tiny_spn, settings, make_batch, snapshot):
     """Also where micro-batches differ in size: weights, averages, loss and gradient norm to 1e-11 in float64."""
     config, outcomes = settings(grad_clip=0.05), []
-    for parts in ((6,), sizes):
+    for parts in ((6,), (1, 2, 3)):
         model = tiny_spn(stage, seed=4, image_size=4, scaling_factor=scaling_factor, num_bits=2).train()
         state = TrainState.create(model, config)
         for step in range(2):
@@ -131,7 +127,7 @@ def test_gradient_clipping(network, settings, make_batch):
     assert float(direction) == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize(("stage", "scaling_factor"), STAGES)
+@pytest.mark.parametrize(("stage", "scaling_factor"), [("baseline", 1), ("depth_upscale", 2)])
 def test_bfloat16_autocast_has_a_float32_loss(stage, scaling_factor, network, monkeypatch, settings, make_batch):
     """Activations in bfloat16, weights, gradients and loss not; the loss is near that of float32."""
     losses = {}
