@@ -8,6 +8,7 @@ An untrained network can pass a causality test for nothing: zero biases, dead Re
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,16 +37,22 @@ os.environ.pop("RAY_ADDRESS", None)
 
 
 # Files whose tests use Ray. Under pytest-xdist they run in one process: two sessions at once would have too few cores.
-WITH_RAY = {"test_build", "test_cluster", "test_damage", "test_end_to_end", "test_ingest"}
-WITH_RAY |= {"test_kill", "test_ray_compat", "test_sample", "test_run", "test_start", "test_verify"}
+WITH_RAY = {f"data_prep/{name}.py" for name in ("test_build", "test_ingest", "test_kill", "test_ray_compat")}
+WITH_RAY |= {"pipelines/cluster/test_cluster.py", "pipelines/commands/test_start.py", "pipelines/dag/test_run.py"}
+WITH_RAY |= {"pipelines/nodes/test_end_to_end.py", "pipelines/nodes/test_sample.py"}
 # Their sessions are in other processes: they may run beside those above, and take longest, so they begin first.
-ALONE = {"test_end_to_end", "test_job_submit"}
+ALONE = {"pipelines/nodes/test_end_to_end.py", "pipelines/cluster/test_job_submit.py"}
+
+
+def file_of(nodeid: str) -> str:
+    """A test's file, relative to tests/."""
+    return nodeid.partition("::")[0].removeprefix("tests/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: 0 if item.path.stem in ALONE else 1 if item.path.stem in WITH_RAY else 2)
+    items.sort(key=lambda item: 0 if file_of(item.nodeid) in ALONE else 1 if file_of(item.nodeid) in WITH_RAY else 2)
     for item in items:
-        if "ray_session" in getattr(item, "fixturenames", ()) and item.path.stem not in WITH_RAY:
+        if "ray_session" in getattr(item, "fixturenames", ()) and file_of(item.nodeid) not in WITH_RAY:
             raise pytest.UsageError(f"{item.path} uses Ray; name it in WITH_RAY of tests/conftest.py")
 
 
@@ -56,8 +63,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return "with Ray" if Path(file).stem in WITH_RAY else file
+            return "with Ray" if file_of(nodeid) in WITH_RAY else file_of(nodeid)
 
     config.option.loadscopereorder = False  # in the order above, not by number of tests
     return ByFile(config, log)
@@ -79,6 +85,29 @@ def ray_session() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def s3_endpoint() -> Iterator[str]:
+    """host:port of an S3 server in this process, which listens on the loopback interface only."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server.start()
+    yield "{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def s3(s3_endpoint: str) -> Callable[[str], str]:
+    """s3("bucket/path") -> its URI on that server, whose bucket it makes."""
+    from pyarrow.fs import FileSystem
+
+    def uri(path: str) -> str:
+        found = f"s3://key:secret@{path}?scheme=http&endpoint_override={s3_endpoint}&region=us-east-1"
+        FileSystem.from_uri(f"{found}&allow_bucket_creation=true")[0].create_dir(path.partition("/")[0])
+        return found
+
+    return uri
 
 
 @pytest.fixture(scope="session", autouse=True)

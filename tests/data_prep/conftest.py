@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.data_prep import made
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -76,65 +78,31 @@ def rendered(tmp_path: pathlib.Path, written: Callable) -> Callable[..., dict[st
     return render
 
 
-TINY = dict(resolutions=[8, 4], bits=[3, 8])
-
-
 @pytest.fixture
 def tiny(tmp_path: pathlib.Path) -> tuple:
-    """A finished dataset without Ray, its columns but px, and its pixels by resolution: two shards of 23 rows in row
-    groups of 10; every image was gray, one more is in quarantine."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from data_prep.files import open_store
-    from data_prep.parquet import QUARANTINE, QUARANTINE_SCHEMA, Manifest, ShardWriter, keys_hash, open_dataset, schema
-
-    rng, keys, fields, shards = np.random.default_rng(0), [f"k{i}" for i in range(46)], list(schema(8))[:-1], []
-    columns = [keys, [None] * 46, [60] * 46, [80] * 46, [1] * 46]
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, fields, strict=True)]
-    names = pa.Table.from_arrays(arrays, schema=pa.schema(fields))
-    squares = {side: rng.integers(0, 256, (46, side, side, 3)).astype(np.uint8) for side in TINY["resolutions"]}
-    for index in range(2):
-        writer = ShardWriter(open_store(tmp_path), split="train", index=index, num_shards=2, row_group_rows=10, **TINY)
-        with writer.open():
-            for begin, end in ((0, 4), (4, 21), (21, 23)):
-                begin, end = 23 * index + begin, 23 * index + end
-                writer.append(names.slice(begin, end - begin), {r: array[begin:end] for r, array in squares.items()})
-        shards += writer.shards()
-    bad = dict(key="bad", source="bad", offset=None, size=0, sha256="", reason="empty", message="0 bytes")
-    pq.write_table(pa.Table.from_pylist([bad], schema=QUARANTINE_SCHEMA), tmp_path / QUARANTINE)
-    manifest = Manifest(
-        dataset="tiny",
-        plan_hash="p",
-        config=TINY,
-        source={},
-        num_images={"train": 46},
-        split_hashes={"train": keys_hash(keys)},
-        quarantine={"empty": 1},
-        quarantine_sha256=open_store(tmp_path).sha256(QUARANTINE),
-        conversions={"gray_to_rgb": 46},
-        shards=shards,
-        versions={},
+    """A finished dataset, its columns but px, its pixels by resolution: two shards of 23 rows in row groups of 10."""
+    whole = np.random.default_rng(0).integers(0, 256, (46, 8, 8, 3)).astype(np.uint8)
+    images = {f"k{i}": image for i, image in enumerate(whole)}
+    options = dict(resolutions=[8, 4], bits=[3, 8], row_group_rows=10, num_shards=2)
+    return (
+        made.dataset(tmp_path, {"train": images}, **options),
+        made.columns(list(images)),
+        {8: whole, 4: whole[:, ::2, ::2]},
     )
-    (tmp_path / "manifest.json").write_text(manifest.to_json())
-    return open_dataset(str(tmp_path)), names, squares
 
 
 @pytest.fixture(scope="session")
 def jpegs(shared_or_none: pathlib.Path | None) -> list[tuple[str, bytes]]:
     """(synset, bytes) of JPEGs: original ImageNet photos of six synsets where they are, else generated ones."""
-    import io
-
     folder = None if shared_or_none is None else shared_or_none / "data" / "imagenet-raw" / "synsets" / "train"
     if folder is not None and folder.is_dir():
         paths = sorted(folder.glob("*/*.JPEG"))[:6]
         return [(path.parent.name, path.read_bytes()) for path in paths]
     found = []
     for i in range(6):
-        buffer = io.BytesIO()
         small = np.random.default_rng(i).integers(0, 256, (5, 7, 3)).astype(np.uint8)
-        Image.fromarray(small).resize((90, 70), Image.Resampling.BICUBIC).save(buffer, "JPEG")
-        found.append((f"n{10_000_000 + i}", buffer.getvalue()))
+        image = Image.fromarray(small).resize((90, 70), Image.Resampling.BICUBIC)
+        found.append((f"n{10_000_000 + i}", made.encoded(image, "JPEG")))
     return found
 
 

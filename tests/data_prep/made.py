@@ -1,17 +1,31 @@
-"""Settings and files that tests of sources are made of."""
+"""What data tests are made of: settings, files of sources, a finished dataset, an object store."""
 
 from __future__ import annotations
 
 import io
 import pathlib
 import tarfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from PIL import Image
+from pyarrow._fs import _MockFileSystem
 
+from data_prep import images
 from data_prep.config import DataConfig
+from data_prep.files import Store, open_store
+from data_prep.parquet import (
+    QUARANTINE,
+    QUARANTINE_SCHEMA,
+    Dataset,
+    Manifest,
+    ShardWriter,
+    keys_hash,
+    open_dataset,
+    schema,
+)
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])  # Hugging Face's
 
@@ -45,3 +59,66 @@ def tar_of(members: Sequence[tuple[str, bytes | None]]) -> bytes:
 def write(path: pathlib.Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
+
+
+def square_of(data: bytes, side: int = 16, *, dct: str = "tf") -> np.ndarray:
+    """The square that a build with center crops makes of an image, step by step."""
+    square = images.center_crop(images.decode(data, profile=dct).pixels)
+    return images.resize_squares(square, [side], profile="tf")[side]
+
+
+def columns(keys: Sequence[str]) -> pa.Table:
+    """A dataset's columns but px: unlabelled gray photos of 60 x 80 pixels."""
+    fields, number = list(schema(1))[:-1], len(keys)
+    values = [keys, [None] * number, [60] * number, [80] * number, [1] * number]
+    arrays = [pa.array(column, field.type) for column, field in zip(values, fields, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
+
+
+def dataset(
+    folder: pathlib.Path,
+    splits: Mapping[str, Mapping[str, np.ndarray]],
+    *,
+    resolutions: Sequence[int],
+    bits: Sequence[int],
+    row_group_rows: int,
+    num_shards: int = 1,
+) -> Dataset:
+    """A finished dataset of {split: {key: image}}, without Ray; one more photo is in quarantine.
+
+    Images have the first resolution; the others take every second pixel, every third...
+    """
+    store, shards, settings = open_store(folder), [], dict(resolutions=list(resolutions), bits=list(bits))
+    for split, found in splits.items():
+        for index in range(num_shards):
+            begin, end = (len(found) * i // num_shards for i in (index, index + 1))
+            names, whole = columns(list(found)[begin:end]), np.stack(list(found.values())[begin:end])
+            options = dict(split=split, index=index, num_shards=num_shards, row_group_rows=row_group_rows)
+            with ShardWriter(store, **options, **settings).open() as writer:
+                for rows in (slice(0, 1), slice(1, None)):  # a row group holds rows of both
+                    steps = {side: resolutions[0] // side for side in resolutions}
+                    squares = {side: whole[rows, ::step, ::step].copy() for side, step in steps.items()}
+                    writer.append(names[rows], squares)
+            shards += writer.shards()
+    bad = dict(key="bad", source="bad", offset=None, size=0, sha256="", reason="empty", message="0 bytes")
+    pq.write_table(pa.Table.from_pylist([bad], schema=QUARANTINE_SCHEMA), folder / QUARANTINE)
+    manifest = Manifest(
+        dataset="tiny",
+        plan_hash="p",
+        config=settings,
+        source={},
+        num_images={split: len(found) for split, found in splits.items()},
+        split_hashes={split: keys_hash(found) for split, found in splits.items()},
+        quarantine={"empty": 1},
+        quarantine_sha256=store.sha256(QUARANTINE),
+        conversions={"gray_to_rgb": sum(map(len, splits.values()))},
+        shards=shards,
+        versions={},
+    )
+    store.write_text("manifest.json", manifest.to_json())
+    return open_dataset(str(folder))
+
+
+def object_store(base: str = "bucket/run") -> Store:
+    """In memory and not local: it is written as S3 and GCS are."""
+    return Store(f"s3://{base}", filesystem=_MockFileSystem(), base=base)

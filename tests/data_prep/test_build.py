@@ -5,23 +5,25 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import pathlib
-import tarfile
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray.data
 
-from data_prep import images, sources
+from data_prep import images, ray_compat, sources
 from data_prep.build import TooManyUnusable, build
 from data_prep.config import DataConfig
 from data_prep.files import UserError
 from data_prep.parquet import open_dataset, pixels
 from data_prep.plan import make_plan
 from data_prep.ray_compat import ExecutionCallback
+from data_prep.sources import UnusableSource
 from data_prep.verify import verify
+from tests.data_prep import made
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -68,10 +70,8 @@ def test_center_crops_are_decoded_cropped_resized_and_shifted(config: DataConfig
         for key, height, width, px in zip(
             *(table.column(c).to_pylist() for c in ("key", "orig_h", "orig_w")), pixels(table), strict=True
         ):
-            data = (tmp_path / "raw" / key).read_bytes()
-            square = images.center_crop(images.decode(data, profile="tf").pixels)
             assert (height, width) == (60, 80)
-            assert np.array_equal(px, images.resize_squares(square, [8], profile="tf")[8] >> 5), key
+            assert np.array_equal(px, made.square_of((tmp_path / "raw" / key).read_bytes(), 8) >> 5), key
             found.add(key)
     assert found == {path.name for path in (tmp_path / "raw").iterdir()}
     assert "photos" in (tmp_path / "set" / "README.md").read_text()
@@ -97,6 +97,7 @@ def test_shards_are_begun_on_all_cores_at_once(
 ):
     build(config, out=str(tmp_path / "first"), progress=quiet)  # whoever hands out the cores has started after it
     FirstStep.seen.clear()
+    monkeypatch.setattr(ray_compat, "_ANSWER_SEC", 60.0)
     context = ray.data.DataContext.get_current()
     monkeypatch.setattr(context, "custom_execution_callback_classes", [FirstStep])
     build(config, out=str(tmp_path / "set"), progress=quiet)
@@ -230,15 +231,11 @@ def test_plan_depends_on_config_and_source_but_not_on_the_place(config: DataConf
 
 def test_archives_are_built_like_folders_and_nothing_is_lost(config: DataConfig, tmp_path: pathlib.Path):
     """A duplicate shares its key with an image that is used; both are in the books."""
-    root = tmp_path / "tars"
-    root.mkdir()
-    with tarfile.open(root / "ILSVRC2012_img_train.tar", "w") as tar:
-        for path in [*sorted((tmp_path / "raw").iterdir()), tmp_path / "raw" / "photo_00.jpg"]:
-            tar.add(path, f"n0{path.stat().st_size % 2}000000/{path.name}")
-        tar.addfile(tarfile.TarInfo("n00000000/empty.JPEG"))
-    with tarfile.open(root / "ILSVRC2012_img_val.tar", "w") as tar:
-        for number, name in enumerate(("photo_01.png", "photo_02.jpg"), 1):
-            tar.add(tmp_path / "raw" / name, f"ILSVRC2012_val_{number:08d}.JPEG")
+    root, photos = tmp_path / "tars", [(path.name, path.read_bytes()) for path in sorted((tmp_path / "raw").iterdir())]
+    train = [(f"n0{len(data) % 2}000000/{name}", data) for name, data in [*photos, photos[0]]]
+    made.write(root / "ILSVRC2012_img_train.tar", made.tar_of([*train, ("n00000000/empty.JPEG", b"")]))
+    val = [(f"ILSVRC2012_val_{i:08d}.JPEG", photos[i][1]) for i in (1, 2)]
+    made.write(root / "ILSVRC2012_img_val.tar", made.tar_of(val))
     config = dataclasses.replace(config, root=str(root), num_test_photos=0, max_quarantine_fraction=0.2)
     out = tmp_path / "set"
     manifest = build(config, out=str(out), progress=quiet)
@@ -253,3 +250,15 @@ def test_archives_are_built_like_folders_and_nothing_is_lost(config: DataConfig,
     assert set(labels.to_pylist()) == {0, 1}
     with pytest.raises(TooManyUnusable, match="1 of 16 photos .* 1 duplicate_name"):
         build(dataclasses.replace(config, max_quarantine_fraction=None), out=str(tmp_path / "no"), progress=quiet)
+
+
+def test_the_build_ends_with_what_a_shard_found(tmp_path: pathlib.Path, jpegs: list):
+    """The file's index is sound; its pages of images are not."""
+    path = tmp_path / "raw" / "part.parquet"
+    path.parent.mkdir()
+    pq.write_table(pa.table({"image": made.image_column(data for _, data in jpegs)}), path)
+    data = bytearray(path.read_bytes())
+    data[100:300] = bytes(200)
+    path.write_bytes(data)
+    with pytest.raises(UnusableSource, match="^corrupt_source_file: part.parquet: row group 0: "):
+        build(made.config(path.parent), out=str(tmp_path / "set"), progress=quiet)

@@ -15,15 +15,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
-import pyarrow.fs as pafs
 import pytest
 
 from data_prep.build import build
 from data_prep.config import DataConfig
-from data_prep.files import UserError, join, open_store
+from data_prep.files import UserError, open_store
 from data_prep.verify import verify
 
 pytestmark = pytest.mark.faults
@@ -31,13 +30,22 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 # A process of its own, as a user starts it: its Ray dies with it.
 DRIVER = """
-import json, sys
+import contextlib, json, os, signal, sys
 import ray
 from data_prep.build import build
 from data_prep.config import DataConfig
 
-config, out, pause_at = json.loads(sys.argv[1])
-ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+config, out, pause_at, deaths = json.loads(sys.argv[1])
+
+def fatal(descriptor, fsync=os.fsync):
+    for flag in deaths:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(flag)
+            os.kill(os.getpid(), signal.SIGKILL)
+    fsync(descriptor)
+
+hook = {"worker_process_setup_hook": lambda: setattr(os, "fsync", fatal)} if deaths else None
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=hook)
 
 def progress(*counts):
     print(*counts, flush=True)
@@ -53,11 +61,14 @@ print("DONE", flush=True)
 
 
 class Killable:
-    """A build in a process of its own, which waits for a line when `pause_at` images are done."""
+    """A build in a process of its own, which waits for a line when `pause_at` images are done.
 
-    def __init__(self, config: DataConfig, out: str, *, pause_at: int | None = None) -> None:
+    For each path in `deaths`, once, a worker makes a folder there and kills itself while it writes files.
+    """
+
+    def __init__(self, config: DataConfig, out: str, *, pause_at: int | None = None, deaths: Sequence = ()) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, json.dumps([asdict(config), out, pause_at])],
+            [sys.executable, "-c", DRIVER, json.dumps([asdict(config), out, pause_at, deaths])],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
@@ -77,11 +88,6 @@ class Killable:
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.communicate()
-
-    def finish(self) -> str:
-        """stderr of a build that ends by itself."""
-        _, errors = self.process.communicate(timeout=120)
-        return errors
 
 
 def run_to_the_end(config: DataConfig, out: str) -> None:
@@ -159,9 +165,9 @@ def test_driver_killed_at_random_moments(
 
 
 def test_driver_killed_while_it_writes_to_an_object_store(
-    config: DataConfig, undisturbed: dict[str, str], bucket: str, dice: random.Random
+    config: DataConfig, undisturbed: dict[str, str], s3: Callable[[str], str], dice: random.Random
 ):
-    out = join(bucket, "set")
+    out = s3("data-sets/set")
     killed = Killable(config, out)
     killed.wait_for_shards(3)
     time.sleep(dice.uniform(0, 0.4))
@@ -171,35 +177,13 @@ def test_driver_killed_while_it_writes_to_an_object_store(
     check_second_start(config, out, undisturbed)
 
 
-@pytest.fixture
-def bucket() -> Iterator[str]:
-    """URI of an empty bucket on an S3 server in this process."""
-    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    place = f"scheme=http&endpoint_override={host}:{port}&region=us-east-1"
-    filesystem, _ = pafs.FileSystem.from_uri(f"s3://key:secret@raw?{place}&allow_bucket_creation=true")
-    filesystem.create_dir("data-sets")
-    yield f"s3://key:secret@data-sets?{place}"
-    server.stop()
-
-
 def test_worker_killed_while_it_writes_a_shard(config: DataConfig, undisturbed: dict[str, str], tmp_path: pathlib.Path):
     """Ray runs the shard again; the build ends without an error, and no file of the dead writer remains."""
-    out = tmp_path / "set"
-    running = Killable(config, str(out))
-    killed: set[int] = set()
-    deadline = time.monotonic() + 60
-    while len(killed) < 2:
-        assert running.process.poll() is None and time.monotonic() < deadline, running.process.communicate()[1]
-        for path in out.glob("res=*/*/*.tmp-*"):
-            pid = int(path.name.rsplit("-", 1)[1])
-            if pid not in killed:
-                os.kill(pid, signal.SIGKILL)
-                killed.add(pid)
-        time.sleep(0.002)
-    errors = running.finish()
+    out, deaths = tmp_path / "set", [str(tmp_path / "first"), str(tmp_path / "second")]
+    running = Killable(config, str(out), deaths=deaths)
+    errors = running.process.communicate(timeout=120)[1]
     assert running.process.returncode == 0, errors
+    assert all(map(os.path.exists, deaths))
     assert contents(str(out)) == undisturbed
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import pathlib
-import tarfile
 from collections.abc import Callable
 
 import numpy as np
@@ -24,6 +22,9 @@ from data_prep.parquet import QUARANTINE_SCHEMA, draws
 from data_prep.plan import with_exif
 from data_prep.resize import resize_area
 from data_prep.sources import Reader
+from tests.data_prep import made
+
+GOOD = made.encoded(np.full((20, 20, 3), 9, np.uint8))
 
 
 @pytest.fixture
@@ -56,10 +57,9 @@ def test_random_squares_lie_where_seed_and_key_say(config: DataConfig, rendered:
 
 def test_rounding_and_dct_are_separate_choices(config: DataConfig, rendered: Callable):
     mixed = dataclasses.replace(config, dct="accurate", rounding="truncate")
-    data = {key: (pathlib.Path(config.root) / key).read_bytes() for key in rendered(mixed)["train"]}
     for key, (_, px) in rendered(mixed)["train"].items():
-        square = images.center_crop(images.decode(data[key], profile="accurate").pixels)
-        assert np.array_equal(px, images.resize_squares(square, [16], profile="tf")[16]), key
+        data = (pathlib.Path(config.root) / key).read_bytes()
+        assert np.array_equal(px, made.square_of(data, dct="accurate")), key
 
 
 @pytest.mark.parametrize(
@@ -78,43 +78,30 @@ def test_a_turned_photo_is_upright(tmp_path: pathlib.Path, rendered: Callable):
     exif = Image.Exif()
     exif[0x0112] = 3
     stored = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
-    (tmp_path / "raw").mkdir()
-    Image.fromarray(stored).save(tmp_path / "raw" / "a.png", exif=exif)
-    config = DataConfig(dataset="photos", root=str(tmp_path / "raw"), image_size=16, resolutions=[16], bits=[8])
-    assert np.array_equal(rendered(config)["train"]["a.png"][1], stored[::-1, ::-1])
+    made.write(tmp_path / "raw" / "a.png", made.encoded(stored, exif=exif))
+    assert np.array_equal(rendered(made.config(tmp_path / "raw"))["train"]["a.png"][1], stored[::-1, ::-1])
 
 
 def test_any_error_of_reading_a_row_quarantines_it_by_name(
     tmp_path: pathlib.Path, written: Callable, monkeypatch: pytest.MonkeyPatch
 ):
     """An error that nobody expects, beside a good row."""
-    good, row = io.BytesIO(), Reader._row
-    Image.new("RGB", (20, 20), (9, 8, 7)).save(good, "PNG")
+    row = Reader._row
     monkeypatch.setattr(Reader, "_row", lambda self, item, block: row(self, item, block) if item.row == 0 else 1 / 0)
     (tmp_path / "raw").mkdir()
-    pq.write_table(pa.table({"image": [good.getvalue()] * 2}), tmp_path / "raw" / "a.parquet")
-    config = DataConfig(dataset="part", root=str(tmp_path / "raw"), image_size=8, resolutions=[8], bits=[8])
-    (sidecar,) = written(config, tmp_path / "set")[1]
+    pq.write_table(pa.table({"image": [GOOD] * 2}), tmp_path / "raw" / "a.parquet")
+    (sidecar,) = written(made.config(tmp_path / "raw"), tmp_path / "set")[1]
     assert sidecar["num_rows"] == 1
     assert [(r["key"], r["reason"]) for r in sidecar["quarantine"]] == [("a.parquet#0000001", "corrupt_data")]
 
 
 def test_quarantine_says_where_the_bytes_are(tmp_path: pathlib.Path, written: Callable):
-    good = io.BytesIO()
-    Image.new("RGB", (20, 20), (9, 8, 7)).save(good, "PNG")
-    root = tmp_path / "raw"
-    root.mkdir()
-    with tarfile.open(root / "ILSVRC2012_img_train.tar", "w") as tar:
-        for name, data in (("n1/a.png", good.getvalue()), ("n1/b.png", b"no image"), ("n1/a.png", b"again")):
-            info = tarfile.TarInfo(f"n0000000{name}")
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    config = DataConfig(dataset="part", root=str(root), image_size=8, resolutions=[8], bits=[8])
-    plan, (sidecar,) = written(config, tmp_path / "set")
+    archive = made.tar_of([("n1/a.png", GOOD), ("n1/b.png", b"no image"), ("n1/a.png", b"again")])
+    made.write(tmp_path / "raw" / "ILSVRC2012_img_train.tar", archive)
+    plan, (sidecar,) = written(made.config(tmp_path / "raw"), tmp_path / "set")
     (twice,), (broken,) = plan.rejected, sidecar["quarantine"]
-    assert (twice["key"], twice["reason"]) == ("train/n0000000n1/a.png", "duplicate_name")
-    assert (broken["key"], broken["reason"]) == ("train/n0000000n1/b.png", "not_an_image")
-    archive = (root / "ILSVRC2012_img_train.tar").read_bytes()
+    assert (twice["key"], twice["reason"]) == ("train/n1/a.png", "duplicate_name")
+    assert (broken["key"], broken["reason"]) == ("train/n1/b.png", "not_an_image")
     for record, data in ((twice, b"again"), (broken, b"no image")):
         assert record["source"] == "ILSVRC2012_img_train.tar" and record["sha256"] == hashlib.sha256(data).hexdigest()
         assert archive[record["offset"] :][: record["size"]] == data

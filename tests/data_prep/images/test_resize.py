@@ -29,8 +29,8 @@ def by_numpy(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 # Around the number of rows that are done at once, where output rows begin in one block and end in the next.
-@pytest.mark.parametrize("height", [1, 2, 15, 16, 17, 31, 32, 33, 47, 64, 100, 333])
-@pytest.mark.parametrize("width", [1, 16, 77, 500])
+@pytest.mark.parametrize("height", [1, 15, 16, 17, 33, 333])
+@pytest.mark.parametrize("width", [1, 77])
 def test_all_sizes_of_one_pass(height: int, width: int):
     pixels = np.random.default_rng(height).integers(0, 256, (height, width, 3)).astype(np.uint8)
     for size, found in zip(SIZES, resize.resize_area(pixels, SIZES), strict=True):

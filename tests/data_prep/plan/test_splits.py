@@ -13,10 +13,7 @@ import pytest
 from data_prep.config import DataConfig
 from data_prep.plan import split_items
 from data_prep.sources import Item, Unplannable, UnusableSource, identify
-
-
-def config(**changes: object) -> DataConfig:
-    return DataConfig(**{**dict(dataset="pictures", image_size=8, resolutions=[8], bits=[8]), **changes})
+from tests.data_prep.made import config
 
 
 def items(**numbers: int) -> list[Item]:
@@ -80,9 +77,10 @@ def test_file_names_the_split_of_every_image(tmp_path: pathlib.Path):
         ("a.png,train\nb c.png,test\nd.png,train\ne.png,train\n", "names 4 images, the source has 3"),
         ("a.png,holdout\n", "'a.png,holdout' names none of train, valid, test"),
         ("a.png,train\na.png,test\n", "a.png is in train and in test"),
+        ("\xff\xfe1\n2\n", "'2' names none of train, valid, test"),
     ]:
-        path.write_text(text)
-        with pytest.raises(UnusableSource, match=f"split_mismatch.*{message}"):
+        path.write_text(text, encoding="latin-1")
+        with pytest.raises(UnusableSource, match=f"split_mismatch: splits.csv.*{message}"):
             sizes(rule, found, str(tmp_path))
     path.unlink()
     for make in (lambda: None, path.mkdir):

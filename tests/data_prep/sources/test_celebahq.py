@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from data_prep import images, plan, sources
+from data_prep import plan, sources
 from data_prep.sources import celebahq
 from data_prep.sources.base import HWC, Unplannable, UnusableSource
 from tests.data_prep import made
@@ -49,8 +49,7 @@ def test_numbered_files_are_split_by_number(
     assert {key.partition(".")[0] for key in found["test"]} == {"8", "9"}
     for part in found.values():
         for key, (_, px) in part.items():
-            photo = images.decode(faces[int(key.partition(".")[0]) - 8][1], profile="tf").pixels
-            assert np.array_equal(px, images.resize_squares(images.center_crop(photo), [32], profile="tf")[32])
+            assert np.array_equal(px, made.square_of(faces[int(key.partition(".")[0]) - 8][1], 32))
 
 
 def test_glow_takes_its_three_thousand_by_the_number_in_celebahq_or_in_the_records():
@@ -91,7 +90,8 @@ def test_celeba_partition_follows_the_mapping(tmp_path: pathlib.Path, faces: lis
     )
     (tmp_path / "CelebA-HQ-to-CelebA-mapping.txt").write_text(mapping)
     partition = tmp_path / "list_eval_partition.txt"
-    partition.write_text("119614.jpg 0\n099095.jpg 2\n200122.jpg 1\n081060.jpg 0\n000001.jpg 0\n")
+    whole = "119614.jpg 0\n099095.jpg 2\n200122.jpg 1\n081060.jpg 0\n000001.jpg 0\n"
+    partition.write_text(whole)
     rule = config(tmp_path, split="celeba_partition")
     by_split = plan.split_items(rule, str(tmp_path), sources.find(rule).items)
     assert {split: [item.key for item in found] for split, found in by_split.items()} == {
@@ -99,9 +99,15 @@ def test_celeba_partition_follows_the_mapping(tmp_path: pathlib.Path, faces: lis
         "valid": ["2.jpg"],
         "test": ["1.jpg"],
     }
-    partition.write_text("119614.jpg 0\n")
-    with pytest.raises(UnusableSource, match="split_mismatch: 1.jpg"):
-        plan.split_items(rule, str(tmp_path), sources.find(rule).items)
+    for listed, mapped, name in (
+        ("119614.jpg 0\n", mapping, "1.jpg"),
+        ("<html>\n", mapping, "0.jpg"),
+        (whole, mapping[:50], "1.jpg"),
+    ):
+        partition.write_text(listed)
+        (tmp_path / "CelebA-HQ-to-CelebA-mapping.txt").write_text(mapped)
+        with pytest.raises(UnusableSource, match=f"split_mismatch: {name}: the mapping and the"):
+            plan.split_items(rule, str(tmp_path), sources.find(rule).items)
     partition.unlink()
     with pytest.raises(Unplannable, match="split is 'celeba_partition'; there is no file list_eval_partition.txt"):
         plan.split_items(rule, str(tmp_path), sources.find(rule).items)

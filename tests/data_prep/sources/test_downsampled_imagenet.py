@@ -5,6 +5,7 @@ pytest tests/data_prep/sources/test_downsampled_imagenet.py
 
 from __future__ import annotations
 
+import io
 import pathlib
 import pickle
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from data_prep import images, sources
+from data_prep import sources
 from data_prep.config import DataConfig
 from data_prep.sources.base import UnusableSource
 from tests.data_prep import made
@@ -26,8 +27,7 @@ def config(root: pathlib.Path, dataset: str, **changes: object) -> DataConfig:
 @pytest.fixture(scope="session")
 def squares(jpegs: list) -> np.ndarray:
     """(6, 32, 32, 3) uint8, made of the JPEGs."""
-    whole = [images.center_crop(images.decode(data, profile="tf").pixels) for _, data in jpegs]
-    return np.stack([images.resize_squares(square, [32], profile="tf")[32] for square in whole])
+    return np.stack([made.square_of(data, 32) for _, data in jpegs])
 
 
 # ---- imagenet_oord -------------------------------------------------------------------------------------------------
@@ -111,23 +111,34 @@ def test_box_batches_are_read_in_planes(tmp_path: pathlib.Path, squares: np.ndar
     assert in_place == {kind not in ("deflated", "2")}  # these two are not in the file as they are in memory
 
 
+def npz(save: Callable = np.savez, **arrays: object) -> bytes:
+    buffer = io.BytesIO()
+    save(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def changed(data: bytes, *places: int, to: int) -> bytes:
+    return bytes(to if place in places else byte for place, byte in enumerate(data))
+
+
 def test_damaged_batches_are_refused(tmp_path: pathlib.Path, squares: np.ndarray):
     write_box(tmp_path / "raw", squares, "stored")
     path = tmp_path / "raw" / "val_data.npz"
-    good = path.read_bytes()
-    at = good.index(planar(squares[4:]).tobytes()) + 1000
-    path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-    with pytest.raises(UnusableSource, match="corrupt_source_file: val_data.npz: Bad CRC-32"):
-        sources.find(config(tmp_path / "raw", "imagenet_box-part"))
-    path.write_bytes(good[:-100])
-    with pytest.raises(UnusableSource, match="corrupt_source_file"):
-        sources.find(config(tmp_path / "raw", "imagenet_box-part"))
-    np.savez(path, labels=[1])
-    with pytest.raises(UnusableSource, match="shape_mismatch: val_data.npz: it has no array called data"):
-        sources.find(config(tmp_path / "raw", "imagenet_box-part"))
-    np.savez(path, data=np.uint8(1), labels=[1])
-    with pytest.raises(UnusableSource, match="shape_mismatch: val_data.npz: data is uint8 ()"):
-        sources.find(config(tmp_path / "raw", "imagenet_box-part"))
+    good, deflated = path.read_bytes(), npz(np.savez_compressed, data=planar(squares[4:]))
+    pixel = good.index(planar(squares[4:]).tobytes()) + 1000
+    methods = 8, deflated.index(b"PK\x01\x02") + 10  # of compression: in the file's header and in the directory
+    begin = 30 + deflated[26] + deflated[28]  # after the header, the name and what is extra
+    for data, message in (
+        (changed(good, pixel, to=good[pixel] ^ 1), "corrupt_source_file: val_data.npz: Bad CRC-32"),
+        (good[:-100], "corrupt_source_file"),
+        (npz(labels=[1]), "shape_mismatch: val_data.npz: it has no array called data"),
+        (npz(data=np.uint8(1), labels=[1]), "shape_mismatch: val_data.npz: data is uint8 ()"),
+        (changed(deflated, *methods, to=99), "corrupt_source_file: val_data.npz: That compression method"),
+        (changed(deflated, begin, to=255), "corrupt_source_file: val_data.npz: Error -3 while decompressing"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(UnusableSource, match=message):
+            sources.find(config(tmp_path / "raw", "imagenet_box-part"))
 
 
 class Evil:
@@ -141,17 +152,21 @@ class Evil:
 
 
 @pytest.mark.parametrize(
-    "thing",
+    ("thing", "named"),
     [
-        Evil(eval, "1 + 1"),
-        Evil(np.load, "/etc/hostname"),
-        Evil(np.frombuffer, b"12345678", "O"),
-        Evil(np.zeros, (1,), "O"),
-        np.array([None, 1], dtype=object),
+        (Evil(eval, "__import__('os').mkdir('it ran')"), "builtins.eval"),
+        (Evil(np.load, "/etc/hostname"), "numpy.load"),
+        (Evil(np.frombuffer, b"12345678", "O"), "frombuffer"),
+        (Evil(np.zeros, (1,), "O"), "zeros"),
+        (np.array([None, 1], dtype=object), "'O8'"),
     ],
     ids=["eval", "load", "frombuffer", "function of numpy", "objects"],
 )
-def test_pickles_rebuild_arrays_of_numbers_and_call_nothing(tmp_path: pathlib.Path, thing: object):
+def test_pickles_rebuild_arrays_of_numbers_and_call_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, thing: object, named: str
+):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train_data_batch_1").write_bytes(pickle.dumps({"data": thing, "labels": [1]}, protocol=4))
-    with pytest.raises(UnusableSource, match="unsafe_pickle"):
+    with pytest.raises(UnusableSource, match=f"unsafe_pickle.*{named}"):
         sources.find(config(tmp_path, "imagenet_box-part"))
+    assert not (tmp_path / "it ran").exists()

@@ -6,40 +6,24 @@ pytest tests/data_prep/sources/test_object_store.py
 from __future__ import annotations
 
 import dataclasses
-import logging
 import pathlib
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep import images, sources
+from data_prep import sources
 from data_prep.config import DataConfig
 from data_prep.files import open_store
 from data_prep.sources import Reader
 from data_prep.sources.base import UnusableSource
-from tests.data_prep.made import image_column, tar_of
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[Callable[[str], str]]:
-    """s3(path) -> its URI on a server in this process, which listens on the loopback interface only."""
-    server_module = pytest.importorskip("moto.server")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    options = f"scheme=http&endpoint_override={host}:{port}&region=us-east-1&allow_bucket_creation=true"
-    yield lambda path: f"s3://key:secret@{path}?{options}"
-    server.stop()
+from tests.data_prep.made import config, image_column, square_of, tar_of
 
 
 def upload(folder: pathlib.Path, uri: str) -> None:
     store = open_store(uri)
-    store.filesystem.create_dir(store.base.partition("/")[0])
     for file in folder.rglob("*"):
         if file.is_file():
             store.upload(file, file.relative_to(folder).as_posix())
@@ -47,7 +31,7 @@ def upload(folder: pathlib.Path, uri: str) -> None:
 
 def write_sources(root: pathlib.Path, jpegs: list[tuple[str, bytes]]) -> dict[str, DataConfig]:
     """One folder for each way of reading: whole files, members of tars, rows of Parquet, raw pixels, packed pixels."""
-    base = DataConfig(dataset="pictures", image_size=32, resolutions=[32], bits=[8], num_valid_photos=1)
+    base = config(image_size=32, resolutions=[32], num_valid_photos=1)
     (root / "photos").mkdir(parents=True)
     for i, (_, data) in enumerate(jpegs):
         (root / "photos" / f"{i}.jpg").write_bytes(data)
@@ -57,9 +41,7 @@ def write_sources(root: pathlib.Path, jpegs: list[tuple[str, bytes]]) -> dict[st
     (root / "parquet").mkdir()
     rows = image_column(data for _, data in jpegs)
     pq.write_table(pa.table({"image": rows}), root / "parquet" / "train.parquet", row_group_size=4)
-    pixels = np.stack(
-        [images.resize_squares(images.decode(data, profile="tf").pixels, [32], profile="tf")[32] for _, data in jpegs]
-    )
+    pixels = np.stack([square_of(data, 32) for _, data in jpegs])
     planes = pixels.transpose(0, 3, 1, 2).reshape(len(jpegs), -1)
     for name, save in (("stored", np.savez), ("deflated", np.savez_compressed)):
         (root / name).mkdir()
@@ -71,9 +53,9 @@ def write_sources(root: pathlib.Path, jpegs: list[tuple[str, bytes]]) -> dict[st
 def test_sources_on_s3_are_those_on_disk(tmp_path: pathlib.Path, jpegs: list, s3: Callable, rendered: Callable):
     configs = write_sources(tmp_path / "raw", jpegs)
     upload(tmp_path / "raw", s3("bucket/raw"))
-    for name, config in configs.items():
-        local = dataclasses.replace(config, root=str(tmp_path / "raw" / name))
-        remote = dataclasses.replace(config, root=s3(f"bucket/raw/{name}"))
+    for name, base in configs.items():
+        local = dataclasses.replace(base, root=str(tmp_path / "raw" / name))
+        remote = dataclasses.replace(base, root=s3(f"bucket/raw/{name}"))
         here, there = sources.find(local), sources.find(remote)
         assert here.items == there.items and here.name == there.name, name
         assert sources.identify(remote)[1] == there.listing_hash
@@ -87,25 +69,23 @@ def test_sources_on_s3_are_those_on_disk(tmp_path: pathlib.Path, jpegs: list, s3
 
 def test_a_file_that_became_shorter_is_an_error(tmp_path: pathlib.Path, jpegs: list):
     write_sources(tmp_path, jpegs)
-    config = DataConfig(dataset="x", image_size=8, resolutions=[8], bits=[8], root=str(tmp_path / "tars"))
-    last = max(sources.find(config).items, key=lambda item: item.offset)
+    last = max(sources.find(config(tmp_path / "tars")).items, key=lambda item: item.offset)
     path = tmp_path / "tars" / last.path
     path.write_bytes(path.read_bytes()[: last.offset + 10])
     with (
-        Reader("ilsvrc_tar", config.root) as reader,
+        Reader("ilsvrc_tar", str(tmp_path / "tars")) as reader,
         pytest.raises(UnusableSource, match="it has changed since it was listed"),
     ):
         reader.read(last)
 
 
 def test_the_endpoint_and_login_may_come_from_the_environment(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, s3: Callable[[str], str]
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, s3: Callable[[str], str], s3_endpoint: str
 ) -> None:
     """The variables that docs/cluster.md names; boto3, by which MLflow and Ray read S3, has the same ones."""
     (tmp_path / "a.txt").write_bytes(b"here")
     upload(tmp_path, s3("elsewhere/folder"))
-    endpoint = re.search(r"endpoint_override=([^&]+)", s3("x"))[1]
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{endpoint}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{s3_endpoint}")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
@@ -119,14 +99,6 @@ def test_a_split_file_may_lie_on_s3(tmp_path: pathlib.Path, jpegs: list, s3: Cal
     lines = [f"{i}.jpg,{'test' if i == 2 else 'train'}" for i in range(len(jpegs))]
     (tmp_path / "raw" / "splits.csv").write_text("\n".join(lines))
     upload(tmp_path / "raw", s3("other/raw"))
-    config = DataConfig(
-        dataset="pictures",
-        image_size=8,
-        resolutions=[8],
-        bits=[8],
-        root=s3("other/raw"),
-        split="file",
-        split_file="splits.csv",
-    )
-    assert list(rendered(config)["test"]) == ["2.jpg"]
-    assert list(rendered(dataclasses.replace(config, split_file=s3("other/raw/splits.csv")))["test"]) == ["2.jpg"]
+    for split_file in ("splits.csv", s3("other/raw/splits.csv")):
+        remote = config(s3("other/raw"), split="file", split_file=split_file)
+        assert list(rendered(remote)["test"]) == ["2.jpg"]

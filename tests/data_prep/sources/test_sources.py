@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Callable
@@ -10,13 +11,10 @@ from collections.abc import Callable
 import pytest
 
 from data_prep import sources
-from data_prep.config import SOURCES, DataConfig
+from data_prep.config import SOURCES
+from tests.data_prep import made
 
-
-def config(root: object = None) -> DataConfig:
-    return DataConfig(
-        dataset="demo_photos", image_size=8, resolutions=[8], bits=[8], root=None if root is None else str(root)
-    )
+config = functools.partial(made.config, dataset="demo_photos")
 
 
 def test_keys_are_sorted_relative_paths_and_side_files_are_counted(tmp_path: pathlib.Path, make_photos: Callable):

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep import images, sources
+from data_prep import sources
 from data_prep.sources.base import UnusableSource
-from tests.data_prep.made import IMAGE, config, image_column, tar_of, write
+from tests.data_prep.made import IMAGE, config, image_column, square_of, tar_of, write
 
 
 def write_parquet(path: pathlib.Path, rows: list[dict], *, labels: list[int] | None = None, rows_per_group: int = 2):
@@ -25,10 +25,6 @@ def write_parquet(path: pathlib.Path, rows: list[dict], *, labels: list[int] | N
     if labels is not None:
         columns["label"] = pa.array(labels, pa.int64())
     pq.write_table(pa.table(columns), path, row_group_size=rows_per_group)
-
-
-def square_of(data: bytes) -> np.ndarray:
-    return images.resize_squares(images.center_crop(images.decode(data, profile="tf").pixels), [16], profile="tf")[16]
 
 
 # ---- hf_parquet ----------------------------------------------------------------------------------------------------

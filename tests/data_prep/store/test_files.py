@@ -6,18 +6,12 @@ import errno
 import hashlib
 import os
 import pathlib
-import pickle
 
 import pytest
-from pyarrow._fs import _MockFileSystem
 
 from data_prep import files
 from data_prep.files import Store, UserError, join, open_store, parent
-
-
-def object_store() -> Store:
-    """In memory and not local: it is written as S3 and GCS are."""
-    return Store("s3://bucket/run", filesystem=_MockFileSystem(), base="bucket/run")
+from tests.data_prep.made import object_store
 
 
 @pytest.fixture(params=["local", "object store"])
@@ -174,12 +168,6 @@ def test_paths_cannot_leave_the_store(store: Store) -> None:
     for path in ("../other", "/etc/passwd", "a/../../b"):
         with pytest.raises(AssertionError, match="leads out"):
             store.path(path)
-
-
-def test_a_store_survives_pickling(tmp_path: pathlib.Path) -> None:
-    store = open_store(tmp_path)
-    store.write_text("x", "1")
-    assert pickle.loads(pickle.dumps(store)).read_bytes("x") == b"1"
 
 
 def test_relative_and_file_uris_mean_absolute_local_folders(

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyarrow._fs import _MockFileSystem
 
 from data_prep import lock as module
 from data_prep.files import Store, UserError, open_store
 from data_prep.lock import STALE_SEC, WATCH_SEC, Lock
+from tests.data_prep.made import object_store
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def leases_settle_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "local":
         return open_store(tmp_path / "run")
-    return Store("s3://bucket/run", filesystem=_MockFileSystem(), base="bucket/run")
+    return object_store()
 
 
 class Clock:
@@ -229,7 +229,7 @@ def test_of_two_rivals_for_a_dead_lock_one_wins(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_lease_overwritten_by_a_rival_is_not_held() -> None:
-    store = Store("s3://bucket/run", filesystem=_MockFileSystem(), base="bucket/run")
+    store = object_store()
     clock = Clock()
     clock.then = lambda _: edit(store, token="rival", host="rival")
     with pytest.raises(UserError, match="on rival since"):
