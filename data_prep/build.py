@@ -25,7 +25,7 @@ import ray.data
 
 from data_prep import images, sources
 from data_prep.config import DataConfig
-from data_prep.files import Store, UserError, open_store, printable
+from data_prep.files import Store, UserError, open_store
 from data_prep.lock import Lock
 from data_prep.parquet import (
     MANIFEST,
@@ -63,13 +63,6 @@ _CHUNK_BYTES = 22_000_000
 _SHARED_CHUNK_BYTES = 256_000_000
 
 
-class TooManyUnusable(Exception):
-    """More photos than max_quarantine_fraction allows could not be used; nothing was committed."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(printable(message))  # it holds names of photos
-
-
 def build(
     config: DataConfig,
     *,
@@ -80,8 +73,8 @@ def build(
     """Builds the dataset in the folder `out` (path or URI) and returns its manifest. Ray must be initialised.
 
     `progress(done, total, quarantined)` is called as shards finish: images done and planned, photos quarantined.
-    Raises Unplannable, UnusableSource (mostly before anything is written), TooManyUnusable, and UserError for an `out`
-    that holds another finished dataset, or where another build is at work.
+    Raises Unplannable, UnusableSource (mostly before anything is written; nothing is committed), and UserError for an
+    `out` that holds another finished dataset, or where another build is at work.
     """
     plan = make_plan(config, sources.find(config))
     config, store = plan.config, open_store(out)
@@ -141,7 +134,7 @@ def _run(config: DataConfig, plan: Plan, out: str, num_cpus_per_task: float) -> 
 
 
 def _check_share(config: DataConfig, plan: Plan, store: Store, bad: dict[str, dict]) -> None:
-    """Raises TooManyUnusable as soon as the share is exceeded, before the rest of a large source is decoded."""
+    """Raises UnusableSource as soon as the share is exceeded, before the rest of a large source is decoded."""
     records = _records(plan, bad)
     num_photos = len(plan.source.items) + len(plan.rejected)
     allowed = max_quarantine_fraction(config)
@@ -150,10 +143,11 @@ def _check_share(config: DataConfig, plan: Plan, store: Store, bad: dict[str, di
     _write_quarantine(store, records)  # says which photos, and why
     reasons = ", ".join(f"{count} {reason}" for reason, count in _reasons(records).items())
     first = "; ".join(f"{record['key']}: {record['message']}" for record in records[:3])
-    raise TooManyUnusable(
+    raise UnusableSource(
+        "too_many_unusable",
         f"{len(records)} of {num_photos} photos cannot be used, more than max_quarantine_fraction "
         f"{allowed} allows: {reasons} ({first}); all of them are in {QUARANTINE}; "
-        "with a larger fraction the build resumes"
+        "with a larger fraction the build resumes",
     )
 
 
@@ -184,7 +178,8 @@ def _manifest(config: DataConfig, plan: Plan, store: Store, sidecars: list[dict]
     for split, count in num_images.items():
         assert count == len(keys[split]), f"{split}: {count} rows written, {len(keys[split])} planned and usable"
         if not count:
-            raise TooManyUnusable(f"no photo of the {split} split can be used: {_reasons(_records(plan, bad))}")
+            message = f"no photo of the {split} split can be used: {_reasons(_records(plan, bad))}"
+            raise UnusableSource("too_many_unusable", message)
     shards = [Shard(**fields) for sidecar in sidecars for fields in sidecar["files"]]
     # Each task has counted and hashed what it wrote; here the driver looks at all files once more.
     if problems := store.problems({shard.path: {"bytes": shard.bytes} for shard in shards}):
@@ -283,8 +278,7 @@ def _is_intact(store: Store, sidecar: dict, plan_hash: str) -> bool:
 def _chunks(
     config: DataConfig, reader: Reader, rows: list[Row], quarantine: list[dict]
 ) -> Iterator[tuple[pa.Table, dict[int, np.ndarray]]]:
-    """Rows in plan order as (columns but px, resolution -> pixels), a bounded number at a time, in memory that is used
-    again for the next ones.
+    """Rows in plan order as (columns but px, resolution -> pixels), a bounded number at a time.
 
     Inside a chunk items are read in the order of their places in the source, each once for all its tiles. What cannot
     be used is added to `quarantine`.
@@ -292,10 +286,9 @@ def _chunks(
     bytes_per_row = sum(resolution**2 * 3 for resolution in config.resolutions)
     shared = any(row.top is not None or row.item.block is not None for row in rows)
     rows_per_chunk = min(len(rows), max(1, (_SHARED_CHUNK_BYTES if shared else _CHUNK_BYTES) // bytes_per_row))
-    memory = {r: np.empty((rows_per_chunk, r, r, 3), np.uint8) for r in config.resolutions}  # of every chunk in turn
     for begin in range(0, len(rows), rows_per_chunk):
         chunk = rows[begin : begin + rows_per_chunk]
-        squares = {resolution: array[: len(chunk)] for resolution, array in memory.items()}
+        squares = {r: np.empty((len(chunk), r, r, 3), np.uint8) for r in config.resolutions}
         facts: dict[int, tuple[int, int, int]] = {}  # place in the chunk: orig_h, orig_w, flags
         for places in _by_item(chunk):
             item = chunk[places[0]].item

@@ -22,7 +22,6 @@ import tempfile
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +45,6 @@ _TRANSIENT_WORDS = re.compile(
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _RETRY_SEC = (0.5, 2.0, 8.0)  # waits before a call is repeated after a transient error
 _CHUNK = 4 * 2**20  # bytes per read
-_SYNC_BYTES = 8_000_000  # written to a local file between two background fsyncs
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -106,40 +104,25 @@ def naming_full_disk(place: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class HashedStream:
-    """A binary stream for writing that counts and hashes its bytes.
+    """A binary stream for writing that counts and hashes its bytes."""
 
-    `syncs` runs fsync of a local file in the background while more is written, so that the final fsync is short.
-    """
-
-    def __init__(self, stream: BinaryIO, *, syncs: ThreadPoolExecutor | None = None) -> None:
+    def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._sha = stream, hashlib.sha256()
-        self._syncs, self._sync_bytes = syncs, 0
-        self._sync: Future | None = None
         self.num_bytes = 0
         self.closed = False
 
     def write(self, data: bytes | memoryview) -> int:
         self._sha.update(data)
         self.num_bytes += len(data)
-        written = self._stream.write(data)
-        if self._syncs is not None and self.num_bytes - self._sync_bytes >= _SYNC_BYTES and self._is_synced():
-            self._sync, self._sync_bytes = self._syncs.submit(os.fsync, self._stream.fileno()), self.num_bytes
-        return written
+        return self._stream.write(data)
 
     def flush(self) -> None:
         self._stream.flush()
 
     def sync(self) -> None:
         """Returns when all of a local file is on the disk."""
-        if self._sync is not None:
-            self._sync.result()  # the kernel reports an error once: the fsync below would not see it
         self._stream.flush()
         os.fsync(self._stream.fileno())
-
-    def _is_synced(self) -> bool:
-        if self._sync is not None and self._sync.done():
-            self._sync.result()
-        return self._sync is None or self._sync.done()
 
     @property
     def sha256(self) -> str:
@@ -336,9 +319,9 @@ class Store:
         for folder in folders:
             os.makedirs(folder, exist_ok=True)
         try:
-            with naming_full_disk(folders[0]), ThreadPoolExecutor(1, "sync") as syncs, ExitStack() as stack:
+            with naming_full_disk(folders[0]), ExitStack() as stack:
                 opened = {r: stack.enter_context(open(path + suffix, "wb")) for r, path in targets.items()}
-                streams = {relative: HashedStream(stream, syncs=syncs) for relative, stream in opened.items()}
+                streams = {relative: HashedStream(stream) for relative, stream in opened.items()}
                 yield streams
                 for stream in streams.values():
                     stream.sync()

@@ -10,7 +10,6 @@ Words: the stream is epoch 0, epoch 1, ... one after another; `position` counts 
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,7 +22,6 @@ from data_prep.ray_compat import RestBetweenSteps, set_num_cpus
 
 _TASK_BYTES = 16_000_000  # of pixels that one read task returns, about
 _MAX_INPUT_BLOCKS = 2_000
-CACHE_BYTES = 64_000_000  # a split up to this size stays decoded in each reading process
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,6 @@ def train_stream(
     bytes_per_row = resolution * resolution * 3
     task_rows = max(1, _TASK_BYTES // bytes_per_row)
     cuts = np.array(stream.cut(start_row, start_row + num_rows, task_rows=task_rows, multiple=rows_per_block or 1))
-    cache_bytes = CACHE_BYTES if stream.rows_per_epoch * bytes_per_row <= CACHE_BYTES else 0
     num_tasks = len(cuts) - 1
     # from_items makes its blocks here; reading a range, or Arrow tables, takes tasks of a whole CPU, which a machine
     # whose CPUs the training workers hold does not have. Very many read tasks share a block: each costs memory.
@@ -120,7 +117,7 @@ def train_stream(
     tasks.context.execution_options.preserve_order = True
     tasks.context.custom_execution_callback_classes.append(RestBetweenSteps)
     rows = tasks.map_batches(
-        functools.partial(_read_task, stream=stream, cuts=cuts, cache_bytes=cache_bytes),
+        functools.partial(_read_task, stream=stream, cuts=cuts),
         batch_size=1,
         batch_format="pyarrow",
         num_cpus=num_cpus_per_task,
@@ -135,18 +132,19 @@ def train_stream(
     return rows
 
 
-# Decoded row groups of this process, newest last. Many epochs over a tiny dataset would otherwise open and
-# decompress the same file again and again. Shards never change, so the key holds their checksum.
-_cache: OrderedDict[tuple[str, int], pa.Table] = OrderedDict()
-
-
-def _read_task(task: pa.Table, *, stream: _Stream, cuts: np.ndarray, cache_bytes: int) -> pa.Table:
+def _read_task(task: pa.Table, *, stream: _Stream, cuts: np.ndarray) -> pa.Table:
     """Runs in a Ray task: `task` is one row with the number of the task."""
+
+    @functools.cache  # of a tiny dataset a task may hold many epochs
+    def row_group(group: int) -> pa.Table:
+        shard, index = stream.row_groups[group]
+        return read_shard(stream.uri, shard, row_group=index, columns=["key", "px"]).combine_chunks()
+
     number = task.column("number")[0].as_py()
     position, end = int(cuts[number]), int(cuts[number + 1])
     parts = []
     for epoch, group, first, last in stream.pieces(position, end):
-        table = _row_group(stream, group, cache_bytes)
+        table = row_group(group)
         # + 1: numbers that end in zeros seed the same stream as without them, and the row groups' order has two.
         rows = permutation(table.num_rows, stream.seed, epoch, group + 1)[first:last]
         columns = {
@@ -158,20 +156,6 @@ def _read_task(task: pa.Table, *, stream: _Stream, cuts: np.ndarray, cache_bytes
         parts.append(pa.table(columns))
         position += len(rows)
     return pa.concat_tables(parts).combine_chunks()
-
-
-def _row_group(stream: _Stream, group: int, cache_bytes: int) -> pa.Table:
-    shard, index = stream.row_groups[group]
-    name = (shard.sha256, index)
-    if name in _cache:
-        _cache.move_to_end(name)
-        return _cache[name]
-    table = read_shard(stream.uri, shard, row_group=index, columns=["key", "px"]).combine_chunks()
-    if cache_bytes:
-        _cache[name] = table
-        while sum(kept.nbytes for kept in _cache.values()) > cache_bytes:
-            _cache.popitem(last=False)
-    return table
 
 
 def collate(batch: pa.Table) -> dict[str, np.ndarray]:

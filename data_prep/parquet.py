@@ -78,14 +78,11 @@ def pixel_column(array: np.ndarray) -> pa.FixedSizeBinaryArray:
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(array), [None, data])
 
 
-def low_depth(pixels: np.ndarray, bits: int, *, out: np.ndarray | None = None) -> np.ndarray:
-    """The `bits` most significant bits of uint8 values: 0 .. 2**bits - 1, still uint8. All 8: the same array.
-
-    out: where to put them, else in a new array.
-    """
+def low_depth(pixels: np.ndarray, bits: int) -> np.ndarray:
+    """The `bits` most significant bits of uint8 values: 0 .. 2**bits - 1, still uint8. All 8: the same array."""
     if not 1 <= bits <= 8:
         raise ValueError(f"bits is {bits}; it must be within 1 and 8")
-    return pixels if bits == 8 else np.right_shift(pixels, np.uint8(8 - bits), out=out)
+    return pixels if bits == 8 else pixels >> np.uint8(8 - bits)
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,6 @@ class ShardWriter:
         self._row_groups: dict[int, list[int]] = {r: [] for r in resolutions}
         self._streams: dict[tuple[int, int], HashedStream] = {}
         self._writers: dict[tuple[int, int], pq.ParquetWriter] = {}
-        self._low = np.empty(0, np.uint8)  # values of a low depth, of one row group after another
 
     @contextmanager
     def open(self) -> Iterator[ShardWriter]:
@@ -154,9 +150,9 @@ class ShardWriter:
                     self._write_group(resolution, pending)
 
     def append(self, names: pa.Table, squares: dict[int, np.ndarray]) -> None:
-        """`names`: all columns but px; `squares`: resolution -> (N, R, R, 3) uint8 of 8 bits, free to be reused then.
+        """`names`: all columns but px; `squares`: resolution -> (N, R, R, 3) uint8 of 8 bits.
 
-        Whole row groups are written straight from `squares`; only what is left over is copied, to wait for more.
+        Whole row groups are written at once; what is left over waits for more.
         """
         for resolution, array in squares.items():
             pending, begin = self._pending[resolution], 0
@@ -165,7 +161,7 @@ class ShardWriter:
                 rows = names.slice(begin, wanted), array[begin : begin + wanted]
                 begin += wanted
                 if len(rows[1]) < wanted:
-                    pending.append((rows[0], rows[1].copy()))
+                    pending.append(rows)
                 else:
                     self._write_group(resolution, [*pending, rows])
                     pending.clear()
@@ -183,12 +179,9 @@ class ShardWriter:
     def _write_group(self, resolution: int, parts: list[tuple[pa.Table, np.ndarray]]) -> None:
         names = pa.concat_tables([part for part, _ in parts]).combine_chunks()
         array = parts[0][1] if len(parts) == 1 else np.concatenate([part for _, part in parts])
-        if len(self._low) < array.size:
-            self._low = np.empty(array.size, np.uint8)
-        low = self._low[: array.size].reshape(array.shape)
         field = schema(resolution).field("px")
         for bits in self._bits:
-            table = names.append_column(field, pixel_column(low_depth(array, bits, out=low)))
+            table = names.append_column(field, pixel_column(low_depth(array, bits)))
             self._writers[resolution, bits].write_table(table, row_group_size=table.num_rows)
         self._row_groups[resolution].append(len(array))
 

@@ -14,6 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -121,7 +122,7 @@ def _read_npz(stream: pa.NativeFile, path: str) -> tuple[np.ndarray, list[int] |
             return array, labels, _member_offset(stream, info) + info.file_size - array.nbytes if is_stored else None
     except KeyError:
         raise UnusableSource("shape_mismatch", f"{path}: it has no array called data") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, MemoryError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, MemoryError, TokenError, SyntaxError) as error:
         raise UnusableSource("corrupt_source_file", f"{path}: {error}") from None
     except ValueError as error:
         if isinstance(error, UnusableSource):

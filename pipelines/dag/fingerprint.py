@@ -22,26 +22,29 @@ SCHEMA = 3  # a higher number makes every node run again
 # Reviewed edits that change no result: hash of a module's code now -> hash under which finished outputs know it. An
 # entry goes when its module is edited in a way that does change results.
 SAME_RESULTS: dict[str, str] = {
-    "92e9acc5ca209140": "00c6a91bfc5bde18",  # data_prep.build
+    "7ea36a78cdb852a1": "00c6a91bfc5bde18",  # data_prep.build
     "8371603407552ba1": "410c7603c7e083eb",  # data_prep.config
-    "3ee0b440a90fe953": "0167c7c4122c2a78",  # data_prep.ingest
-    "ac428bde4adf795a": "435be5d4abadaa34",  # data_prep.parquet
+    "aa7fcf900a605f67": "ad480c56fa4242e6",  # data_prep.images
+    "951c86bf633906eb": "0167c7c4122c2a78",  # data_prep.ingest
+    "9638a6676005e526": "435be5d4abadaa34",  # data_prep.parquet
     "c223e7da86b9abba": "806ecb66135d4605",  # data_prep.plan
+    "deae247f14b8e075": "725dc5340ac750b8",  # data_prep.resize
     "103dbdae40c536ad": "3a9afbc0e8d43111",  # data_prep.sources
     "3c9d6e6e5ed850fd": "4794f7a0ddfea73c",  # data_prep.sources.base
-    "e7f812d327a8f41d": "6af888ca07f3557b",  # data_prep.sources.celebahq
+    "9dfc7d72959e787b": "6af888ca07f3557b",  # data_prep.sources.celebahq
     "23de949d31466ecd": "687109dd7e6e4785",  # data_prep.sources.cifar10
     "30015241fc308907": "5c1b2c7e9d2a3c7b",  # data_prep.sources.folder
     "86ef1b7feb71e626": "28cfed67a62f2ecc",  # data_prep.sources.hf_parquet
     "6ce9104e28a20c7d": "5ed03b89f28fd1ca",  # data_prep.sources.ilsvrc_folder
     "d9c1d8c7a7108819": "deb238c996ecf4c3",  # data_prep.sources.ilsvrc_tar
-    "b6b7d22b6c23fda2": "f31373ea129fd1a4",  # data_prep.sources.imagenet_box
+    "54e57bf8b531c1d9": "f31373ea129fd1a4",  # data_prep.sources.imagenet_box
     "02654790456e852e": "d7cfc2a6e75897c7",  # data_prep.sources.imagenet_oord
     "70c8524bce897c1d": "4d05605162d0d5c5",  # data_prep.sources.webdataset
     "a9fdd005a9a2b89f": "06b39e8832071bb3",  # pipelines.loading
     "90ecbed9ad144e73": "122b6cf6fe801dc5",  # pipelines.nodes.evaluate
     "481e2eee00f9c525": "64803a3d91dda875",  # pipelines.nodes.histogram
     "06b5c6b2c5ed235d": "f49d6b24ee1a205e",  # pipelines.nodes.images
+    "1fffec43046eee5c": "f9782e973f54d0e5",  # pipelines.nodes.prepare_data
     "f118b6c9e35900fc": "642253d66de29361",  # pipelines.nodes.sample
     "99efc5ae258c1fdb": "8a81c3de44809aaf",  # pipelines.nodes.train
     "51f00d3beac18b33": "d45150094715133a",  # pipelines.nodes.trained

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from data_prep.build import TooManyUnusable, build
+from data_prep.build import build
 from data_prep.files import UserError, join
 from data_prep.parquet import Manifest
 from data_prep.sources import Unplannable, UnusableSource
@@ -26,7 +26,7 @@ def run(context: NodeContext[PrepareDataNodeConfig]) -> NodeResult:
     out = join(context.out, FOLDER)
     try:
         manifest = build(config.data, out=out, progress=report, num_cpus_per_task=config.num_cpus)
-    except (UnusableSource, TooManyUnusable) as error:
+    except UnusableSource as error:
         raise UserError(f"data.root: {error}") from error
     except Unplannable as error:
         raise UserError(f"data.{error}") from error

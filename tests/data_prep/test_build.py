@@ -15,7 +15,7 @@ import pytest
 import ray.data
 
 from data_prep import images, ray_compat, sources
-from data_prep.build import TooManyUnusable, build
+from data_prep.build import build
 from data_prep.config import DataConfig
 from data_prep.files import UserError
 from data_prep.parquet import open_dataset, pixels
@@ -195,7 +195,7 @@ def test_bad_photo_is_named_and_counted(config: DataConfig, tmp_path: pathlib.Pa
 
 def test_too_many_bad_photos_stop_the_build(config: DataConfig, tmp_path: pathlib.Path):
     (tmp_path / "raw" / "photo_03.png").write_bytes(b"")
-    with pytest.raises(TooManyUnusable, match=r"1 of 12 photos .* 1 empty .*photo_03.png"):
+    with pytest.raises(UnusableSource, match=r"too_many_unusable: 1 of 12 photos .* 1 empty .*photo_03.png"):
         build(config, out=str(tmp_path / "set"), progress=quiet)
     with pytest.raises(ValueError, match="not a finished dataset"):
         open_dataset(str(tmp_path / "set"))
@@ -208,7 +208,7 @@ def test_small_photos_are_scaled_up_or_refused_by_min_side(
     make_photos(tmp_path / "raw", 2, height=10, width=10)
     manifest = build(config, out=str(tmp_path / "set"), progress=quiet)
     assert manifest.conversions == {"upscaled": 2}
-    with pytest.raises(TooManyUnusable, match="too_small"):
+    with pytest.raises(UnusableSource, match="too_small"):
         build(dataclasses.replace(config, min_side=16), out=str(tmp_path / "other"), progress=quiet)
 
 
@@ -248,7 +248,7 @@ def test_archives_are_built_like_folders_and_nothing_is_lost(config: DataConfig,
     assert [record["reason"] for record in records] == ["empty", "duplicate_name"]
     labels = open_dataset(str(out)).read(resolution=8, bits=3, split="train", columns=["label"]).column(0)
     assert set(labels.to_pylist()) == {0, 1}
-    with pytest.raises(TooManyUnusable, match="1 of 16 photos .* 1 duplicate_name"):
+    with pytest.raises(UnusableSource, match="1 of 16 photos .* 1 duplicate_name"):
         build(dataclasses.replace(config, max_quarantine_fraction=None), out=str(tmp_path / "no"), progress=quiet)
 
 

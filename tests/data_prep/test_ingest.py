@@ -92,7 +92,7 @@ def test_skipped_row_groups_are_not_read(uri: str, monkeypatch: pytest.MonkeyPat
     opened = []
     monkeypatch.setattr(ingest, "read_shard", lambda *a, **k: opened.append(k["row_group"]) or read(*a, **k))
     start = plan.rows_per_epoch * 5 - 25
-    table = ingest._read_task(pa.table({"number": [0]}), stream=plan, cuts=np.array([start, start + 25]), cache_bytes=0)
+    table = ingest._read_task(pa.table({"number": [0]}), stream=plan, cuts=np.array([start, start + 25]))
     assert table.column("position").to_pylist() == list(range(start, start + 25))
     assert 3 <= len(opened) <= 6 < len(groups)
 
@@ -114,20 +114,14 @@ def test_tasks_end_with_row_groups_and_have_a_bounded_size(uri: str):
     assert plan.cut(3, 7, task_rows=100, multiple=4) == [3, 7]
 
 
-def test_decoded_row_groups_are_kept_within_the_limit(uri: str, monkeypatch: pytest.MonkeyPatch):
+def test_many_epochs_in_one_task_read_each_row_group_once(uri: str, monkeypatch: pytest.MonkeyPatch):
     shards = open_dataset(uri).shards(resolution=8, bits=8, split="train")
     groups = tuple((shard, i) for shard in shards for i in range(len(shard.row_group_rows)))
     plan = ingest._Stream(uri, groups, seed=0)
     opened = []
     monkeypatch.setattr(ingest, "read_shard", lambda *a, **k: opened.append(k["row_group"]) or read(*a, **k))
-    monkeypatch.setattr(ingest, "_cache", type(ingest._cache)())
-    task = dict(task=pa.table({"number": [0]}), stream=plan, cuts=np.array([0, 4 * plan.rows_per_epoch]))
-    ingest._read_task(**task, cache_bytes=10**9)
+    ingest._read_task(pa.table({"number": [0]}), stream=plan, cuts=np.array([0, 4 * plan.rows_per_epoch]))
     assert len(opened) == len(groups)
-    ingest._cache.clear()
-    opened.clear()
-    ingest._read_task(**task, cache_bytes=5_000)
-    assert len(opened) > 2 * len(groups) and sum(table.nbytes for table in ingest._cache.values()) <= 5_000
 
 
 def test_global_batch_does_not_depend_on_the_number_of_workers(uri: str):

@@ -128,6 +128,7 @@ def test_damaged_batches_are_refused(tmp_path: pathlib.Path, squares: np.ndarray
     pixel = good.index(planar(squares[4:]).tobytes()) + 1000
     methods = 8, deflated.index(b"PK\x01\x02") + 10  # of compression: in the file's header and in the directory
     begin = 30 + deflated[26] + deflated[28]  # after the header, the name and what is extra
+    large = npz(data=np.zeros((400, 768), np.uint8), labels=[1])  # its header is read before its checksum
     for data, message in (
         (changed(good, pixel, to=good[pixel] ^ 1), "corrupt_source_file: val_data.npz: Bad CRC-32"),
         (good[:-100], "corrupt_source_file"),
@@ -135,6 +136,7 @@ def test_damaged_batches_are_refused(tmp_path: pathlib.Path, squares: np.ndarray
         (npz(data=np.uint8(1), labels=[1]), "shape_mismatch: val_data.npz: data is uint8 ()"),
         (changed(deflated, *methods, to=99), "corrupt_source_file: val_data.npz: That compression method"),
         (changed(deflated, begin, to=255), "corrupt_source_file: val_data.npz: Error -3 while decompressing"),
+        (large.replace(b"(400, 768)", b"(400, 768 "), "corrupt_source_file: val_data.npz: .*EOF in multi-line"),
     ):
         path.write_bytes(data)
         with pytest.raises(UnusableSource, match=message):

@@ -80,7 +80,6 @@ def test_several_files_are_on_the_disk_before_the_first_of_them_appears(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, paths = open_store(tmp_path), [str(tmp_path / "a" / "1.bin"), str(tmp_path / "b" / "2.bin")]
-    monkeypatch.setattr(files, "_SYNC_BYTES", 4)  # so that most is on the disk before the end
     synced: dict[int, int] = {}  # inode -> bytes
     fsync, replace = os.fsync, os.replace
 
@@ -102,18 +101,6 @@ def test_several_files_are_on_the_disk_before_the_first_of_them_appears(
         assert not any(os.path.exists(path) for path in paths)
     assert [pathlib.Path(path).read_bytes() for path in paths] == [b"abc" * 10] * 2
     assert {stream.sha256 for stream in streams.values()} == {hashlib.sha256(b"abc" * 10).hexdigest()}
-
-
-def test_a_disk_that_fails_in_the_background_fails_the_file(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel reports an error once, to whoever syncs first."""
-    monkeypatch.setattr(files, "_SYNC_BYTES", 4)
-    errors = [OSError("the disk is gone")]
-    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(errors.pop()) if errors else None)
-    with pytest.raises(OSError, match="the disk is gone"), open_store(tmp_path).writing(["a.bin"]) as streams:
-        streams["a.bin"].write(b"abcdef")
-    assert not errors and list(tmp_path.iterdir()) == []
 
 
 def test_object_stores_see_one_put_and_no_rename(monkeypatch: pytest.MonkeyPatch) -> None:

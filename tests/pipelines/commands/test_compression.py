@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
 from toy.diamond import seal
 
 from data_prep.files import UserError, open_store
-from data_prep.parquet import Manifest, ShardWriter, schema
 from pipelines import cli, compression, pipeline
 from pipelines.compression import MAGIC, Header, pack, unpack
 from pipelines.config import stage_model_config, stage_names, train_node
@@ -30,6 +28,7 @@ from pipelines.loading import load
 from spn.checkpoint import save_checkpoint
 from spn.evaluation import bits_per_dim, chain_nats
 from spn.model import SPN
+from tests.data_prep import made
 
 SIDE = 4
 DEBUG = ["data.image_size=4", "data.resolutions=[4]", "sample.batch_size=2"]
@@ -38,16 +37,9 @@ TEST = {"b#0": RANDOM[0], "c/d.jpg": np.zeros_like(RANDOM[0]), "e.png": RANDOM[1
 
 
 def dataset(folder: Path) -> dict[str, bytes]:
-    """A finished dataset of one split."""
-    names = schema(SIDE).remove(schema(SIDE).get_field_index("px"))
-    columns = [list(TEST), [None] * 3, [SIDE] * 3, [SIDE] * 3, [0] * 3]
-    table = pa.table([pa.array(c, f.type) for c, f in zip(columns, names, strict=True)], schema=names)
-    settings: dict[str, Any] = dict(resolutions=[SIDE], bits=[8])
+    """Files of a finished dataset of one split."""
+    made.dataset(folder, {"test": TEST}, resolutions=[SIDE], bits=[8], row_group_rows=2)
     store = open_store(folder)
-    with ShardWriter(store, split="test", index=0, num_shards=1, row_group_rows=2, **settings).open() as writer:
-        writer.append(table, {SIDE: np.stack([*TEST.values()])})
-    manifest = Manifest("tiny", "p", settings, {}, {"test": 3}, {}, {}, "", {}, writer.shards(), {})
-    store.write_text("manifest.json", manifest.to_json())
     return {f"dataset/{file.path}": store.read_bytes(file.path) for file in store.walk()}
 
 

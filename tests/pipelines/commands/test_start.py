@@ -9,14 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pyarrow._fs import _MockFileSystem
 from toy.nodes import Toy
 
-from data_prep.files import Store, UserError, open_store
+from data_prep.files import UserError, open_store
 from pipelines import cluster, pipeline
 from pipelines.dag.fingerprint import Sources
 from pipelines.dag.node import Node
 from pipelines.start import check_run_folder
+from tests.data_prep.made import object_store
 
 TOYS = Path(__file__).parents[1] / "toys"
 Command = Callable[..., tuple[int, str, str]]
@@ -70,8 +70,7 @@ def test_exit_codes_of_a_start(
 
 @pytest.mark.parametrize("place", ["local", "object store"])
 def test_run_folder_of_another_config_is_refused(place: str, tmp_path: Path) -> None:
-    remote = Store("s3://bucket/run", filesystem=_MockFileSystem(), base="bucket/run")
-    store = open_store(tmp_path) if place == "local" else remote
+    store = open_store(tmp_path) if place == "local" else object_store()
     assert check_run_folder(store, name="demo") == {}
     store.write_text("config.yaml", "name: demo\nseed: 2\n")
     assert check_run_folder(store, name="demo") == {"name": "demo", "seed": 2}

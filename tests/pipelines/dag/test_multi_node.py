@@ -17,11 +17,10 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow.fs as pafs
 import pytest
 from mlflow.tracking import MlflowClient
 from toy import training
@@ -119,21 +118,11 @@ class Proxy:
 
 
 @pytest.fixture
-def s3() -> Iterator[tuple[str, str, Proxy]]:
+def bucket(s3: Callable[[str], str], s3_endpoint: str) -> Iterator[tuple[str, str, Proxy]]:
     """The same bucket twice: as the pipeline sees it, through a proxy, and as the test does; and the proxy."""
-    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    _, port = server.get_host_and_port()
-    proxy = Proxy(port)
-
-    def place(port: int) -> str:
-        return f"s3://runs/all?scheme=http&endpoint_override=127.0.0.1:{port}&region=us-east-1"
-
-    filesystem, _ = pafs.FileSystem.from_uri(place(port) + "&allow_bucket_creation=true")
-    filesystem.create_dir("runs")
-    yield place(proxy.port), place(port), proxy
+    proxy, direct = Proxy(int(s3_endpoint.rpartition(":")[2])), s3("runs/all")
+    yield direct.replace(s3_endpoint, f"127.0.0.1:{proxy.port}"), direct, proxy
     proxy.listener.close()
-    server.stop()
 
 
 def launch(cluster: Any, storage: Path | str, server: MlflowServer, *arguments: str) -> subprocess.Popen[str]:
@@ -198,9 +187,9 @@ def test_workers_are_on_different_nodes_and_stages_wait_for_their_cpus(undisturb
 
 
 def test_on_s3_with_a_killed_node_and_storage_that_fails_the_losses_are_the_same(
-    cluster: Any, mlflow_server: MlflowServer, undisturbed: tuple[Store, int], s3: tuple[str, str, Proxy]
+    cluster: Any, mlflow_server: MlflowServer, undisturbed: tuple[Store, int], bucket: tuple[str, str, Proxy]
 ) -> None:
-    through_proxy, direct, proxy = s3
+    through_proxy, direct, proxy = bucket
     arguments = (through_proxy, mlflow_server, "stages=[size_upscale]")
     run = launch(cluster, *arguments)
     training.wait_for_step(direct, 20, run)

@@ -18,8 +18,6 @@ import pytest
 import torch
 from toy.context import context
 
-from data_prep.files import open_store
-from data_prep.parquet import Manifest, ShardWriter, schema
 from pipelines import cli
 from pipelines.config import EvaluateNodeConfig, NodeResources
 from pipelines.dag.node import NodeOutput
@@ -30,6 +28,7 @@ from pipelines.nodes.histogram import count_values, histogram_nats
 from pipelines.nodes.trained import load_stages
 from spn.checkpoint import save_checkpoint
 from spn.evaluation import bits_per_dim, chain_nats
+from tests.data_prep import made
 
 STAGES = ("first_slice", "size_upscale", "depth_upscale")
 NUM, SIDE = 7, 8
@@ -92,19 +91,8 @@ def test_several_workers_score_the_same(job, ray_in_this_process: list[Any]) -> 
 @pytest.fixture
 def dataset(tmp_path: Path) -> NodeOutput:
     """Of seven training and seven test images, in row groups of two."""
-    store, fields, shards = open_store(str(tmp_path / "dataset")), list(schema(SIDE))[:-1], []
-    columns = [KEYS, [None] * NUM, [SIDE] * NUM, [SIDE] * NUM, [0] * NUM]
-    names = pa.table(
-        [pa.array(column, field.type) for column, field in zip(columns, fields, strict=True)], schema=pa.schema(fields)
-    )
-    settings: dict[str, Any] = dict(resolutions=[SIDE], bits=[8])
-    for split, images in (("train", TRAIN), ("test", TEST)):
-        with ShardWriter(store, split=split, index=0, num_shards=1, row_group_rows=2, **settings).open() as writer:
-            writer.append(names, {SIDE: images})
-        shards += writer.shards()
-    counts = {"train": NUM, "test": NUM}
-    manifest = Manifest("tiny", "p", settings, {}, counts, {}, {}, "", {}, shards, {})
-    store.write_text("manifest.json", manifest.to_json())
+    splits = {name: dict(zip(KEYS, images, strict=True)) for name, images in (("train", TRAIN), ("test", TEST))}
+    made.dataset(tmp_path / "dataset", splits, resolutions=[SIDE], bits=[8], row_group_rows=2)
     return NodeOutput(str(tmp_path), {"dataset": "dataset"}, "attempt")
 
 
@@ -115,8 +103,8 @@ def test_results(networks, dataset, exact, tmp_path: Path, monkeypatch: pytest.M
         model.load_state_dict({name: 1.1 * value for name, value in model.state_dict().items()})
     loaded = {True: models, False: raw}
     monkeypatch.setattr(evaluate, "load_stages", lambda *_, averaged=True, device: loaded[averaged])
-    made = context("evaluate", config(), tmp_path / "out", {**networks, "prepare_data": dataset})
-    metrics = evaluate.run(made).metrics
+    given = context("evaluate", config(), tmp_path / "out", {**networks, "prepare_data": dataset})
+    metrics = evaluate.run(given).metrics
     results = json.loads((tmp_path / "out/results.json").read_text())
     for stage, expected in exact.items():
         part, bits = results["stages"][stage], 3

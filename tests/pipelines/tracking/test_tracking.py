@@ -26,12 +26,12 @@ import numpy as np
 import pytest
 import requests
 from PIL import Image
-from pyarrow._fs import _MockFileSystem
 
-from data_prep.files import Store, UserError, open_store
+from data_prep.files import UserError, open_store
 from pipelines import tracking
 from pipelines.dag.node import Picture
 from pipelines.tracking import LOGIN, PARENT_TAG, Ledger, RunHandle, default_uri
+from tests.data_prep.made import object_store
 
 SPLITS = ("valid", "train", "test")
 
@@ -76,7 +76,7 @@ def test_the_database_lies_on_a_local_disk(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     local = f"sqlite:///{tmp_path}/mlflow.db"
     assert default_uri(open_store(tmp_path), name="demo") == local
-    remote = Store("s3://bucket/demo", filesystem=_MockFileSystem(), base="bucket/demo")
+    remote = object_store("bucket/demo")
     assert default_uri(remote, name="demo") == f"sqlite:///{tmp_path}/home/spn_runs/demo/mlflow.db"
     odd = open_store(f"{tmp_path}/50%25 a?b#c")
     assert default_uri(odd, name="demo") == f"sqlite:///{tmp_path}/50%2525 a%3Fb#c/mlflow.db"
