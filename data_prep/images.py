@@ -284,10 +284,15 @@ def to_uint8(pixels: np.ndarray, *, profile: str) -> np.ndarray:
 
 
 def resize_squares(square: np.ndarray, sides: list[int], *, profile: str) -> dict[int, np.ndarray]:
-    """(H, W, 3) uint8 -> side: (side, side, 3) uint8. What is not a square is squashed into one; `profile` decides the
-    rounding."""
-    resized = resize_area(square, [(side, side) for side in sides])
-    return {side: to_uint8(array, profile=profile) for side, array in zip(sides, resized, strict=True)}
+    """(H, W, 3) uint8 -> side: (side, side, 3) uint8, for several sides in one pass over the pixels.
+
+    An array that is not a square is squashed into one; one of the right size is returned unchanged. `profile` decides
+    the rounding.
+    """
+    others = [side for side in sides if square.shape[:2] != (side, side)]
+    resized = resize_area(square, [(side, side) for side in others]) if others else []
+    found = {side: to_uint8(array, profile=profile) for side, array in zip(others, resized, strict=True)}
+    return {side: found.get(side, square) for side in sides}
 
 
 def is_image_name(path: str) -> bool:

@@ -8,14 +8,16 @@ manifest's hashes of the keys say which one a figure is about.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import google_crc32c
+import numpy as np
 import pyarrow as pa
 
 from data_prep.config import DataConfig
+from data_prep.resize import compiled
 from data_prep.sources.base import (
     HWC,
     FileEntry,
@@ -39,6 +41,7 @@ _NUMBERED = re.compile(r"^(?P<folder>|.*/)(?P<number>\d+)\.\w+$")
 _FOLDER = re.compile(r"(?:^|/)(?:data\d+x\d+|CelebA-HQ-img|celeba[-_]?hq[^/]*)/[^/]+$", re.IGNORECASE)
 _MASKS = "CelebAMask-HQ-mask-anno/"
 _MAX_RECORD_BYTES = 16 << 20  # an image of 1024 pixels has 3
+_POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), bits reversed
 
 
 def recognise(listing: Listing, config: DataConfig) -> str | None:
@@ -165,5 +168,33 @@ def _integers(data: bytes) -> Iterator[int]:
 
 
 def masked_crc32c(data: bytes) -> int:
-    crc = google_crc32c.value(data)
+    crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def crc32c(data: bytes) -> int:
+    return int(_crc_kernel()(np.frombuffer(data, np.uint8), _crc_table()))
+
+
+@functools.cache
+def _crc_table() -> np.ndarray:
+    table = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        table = np.where(table & 1, table >> 1 ^ np.uint32(_POLYNOMIAL), table >> 1)
+    return table
+
+
+@functools.cache
+def _crc_kernel() -> Callable[[np.ndarray, np.ndarray], int]:
+    """A loop over the bytes, compiled: about 100 MB per second."""
+    from numba import types
+
+    signature = types.uint32(types.Array(types.uint8, 1, "C", readonly=True), types.uint32[::1])
+    return compiled(_crc, signature)
+
+
+def _crc(data, table):  # noqa: ANN001
+    crc = np.uint32(0xFFFFFFFF)
+    for byte in data:
+        crc = (crc >> np.uint32(8)) ^ table[(crc ^ byte) & np.uint32(255)]
+    return crc ^ np.uint32(0xFFFFFFFF)

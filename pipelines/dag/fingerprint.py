@@ -24,14 +24,12 @@ SCHEMA = 3  # a higher number makes every node run again
 SAME_RESULTS: dict[str, str] = {
     "7ea36a78cdb852a1": "00c6a91bfc5bde18",  # data_prep.build
     "8371603407552ba1": "410c7603c7e083eb",  # data_prep.config
-    "aa7fcf900a605f67": "ad480c56fa4242e6",  # data_prep.images
     "951c86bf633906eb": "0167c7c4122c2a78",  # data_prep.ingest
     "9638a6676005e526": "435be5d4abadaa34",  # data_prep.parquet
     "c223e7da86b9abba": "806ecb66135d4605",  # data_prep.plan
-    "deae247f14b8e075": "725dc5340ac750b8",  # data_prep.resize
     "103dbdae40c536ad": "3a9afbc0e8d43111",  # data_prep.sources
     "3c9d6e6e5ed850fd": "4794f7a0ddfea73c",  # data_prep.sources.base
-    "9dfc7d72959e787b": "6af888ca07f3557b",  # data_prep.sources.celebahq
+    "e7f812d327a8f41d": "6af888ca07f3557b",  # data_prep.sources.celebahq
     "23de949d31466ecd": "687109dd7e6e4785",  # data_prep.sources.cifar10
     "30015241fc308907": "5c1b2c7e9d2a3c7b",  # data_prep.sources.folder
     "86ef1b7feb71e626": "28cfed67a62f2ecc",  # data_prep.sources.hf_parquet

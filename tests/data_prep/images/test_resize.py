@@ -1,63 +1,60 @@
-"""The area resize against its definition, one output value at a time.  pytest tests/data_prep/images/test_resize.py
+"""The compiled area resize against sums written out in NumPy.  pytest tests/data_prep/images/test_resize.py
 
 That both equal TensorFlow is tested in test_images.py, on TensorFlow's own values.
 """
 
 from __future__ import annotations
 
-import math
-
+import numba
+import numba.core.caching as caching
 import numpy as np
 import pytest
 
-from data_prep.resize import resize_area
+from data_prep import resize
 
-SIZES = [(8, 8), (1, 1), (10, 4), (4, 23), (15, 16)]
-
-
-def weights(n_in: int, n_out: int, k: int) -> list[tuple[int, np.float32]]:
-    """(source position, share of it) that output position k covers, in float32."""
-    one, scale = np.float32(1), np.float32(n_in) / np.float32(n_out)
-    begin, end = np.float32(k) * scale, (np.float32(k) + one) * scale
-    found = []
-    for cell in range(math.floor(begin), math.ceil(end)):
-        cut_begin, cut_end = np.float32(cell) < begin, np.float32(cell) + one > end
-        share = scale if cut_begin and cut_end else one
-        if cut_begin != cut_end:
-            share = np.float32(cell) + one - begin if cut_begin else end - np.float32(cell)
-        found.append((min(cell, n_in - 1), share))
-    return found
+SIZES = [(32, 32), (1, 1), (40, 17), (16, 90), (15, 16), (33, 7)]
 
 
-def by_definition(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    scales = np.float32(pixels.shape[0]) / np.float32(height), np.float32(pixels.shape[1]) / np.float32(width)
-    out = np.zeros((height, width, 3), np.float32)
-    for i in range(height):
-        for j in range(width):
-            for y, y_share in weights(pixels.shape[0], height, i):
-                row = np.zeros(3, np.float32)
-                for x, x_share in weights(pixels.shape[1], width, j):
-                    row += pixels[y, x].astype(np.float32) * x_share
-                out[i, j] += row * y_share
-    return out * np.float32(1 / float(scales[0] * scales[1]))
+def by_numpy(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """One tap after another, all outputs at once."""
+    y_taps, y_weights, y_scale = resize._axis(pixels.shape[0], height)
+    x_taps, x_weights, x_scale = resize._axis(pixels.shape[1], width)
+    rows = np.zeros((pixels.shape[0], width, 3), np.float32)
+    for taps, weights in zip(x_taps, x_weights, strict=True):
+        rows += pixels[:, taps].astype(np.float32) * weights[None, :, None]
+    total = np.zeros((height, width, 3), np.float32)
+    for taps, weights in zip(y_taps, y_weights, strict=True):
+        total += rows[taps] * weights[:, None, None]
+    return total * np.float32(1.0 / float(y_scale * x_scale))
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 33), (15, 16), (37, 29)])
-def test_each_value_is_the_mean_of_the_area_that_it_covers(shape: tuple[int, int]) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3)).astype(np.uint8)
-    for size, found in zip(SIZES, resize_area(pixels, SIZES), strict=True):
+# Around the number of rows that are done at once, where output rows begin in one block and end in the next.
+@pytest.mark.parametrize("height", [1, 15, 16, 17, 33, 333])
+@pytest.mark.parametrize("width", [1, 77])
+def test_all_sizes_of_one_pass(height: int, width: int):
+    pixels = np.random.default_rng(height).integers(0, 256, (height, width, 3)).astype(np.uint8)
+    for size, found in zip(SIZES, resize.resize_area(pixels, SIZES), strict=True):
         assert found.shape == (*size, 3) and found.dtype == np.float32
-        assert np.array_equal(found, by_definition(pixels, *size)), size
+        assert np.array_equal(found, by_numpy(pixels, *size)), size
 
 
-def test_views_and_read_only_arrays() -> None:
+def test_views_and_read_only_arrays():
     pixels = np.random.default_rng(0).integers(0, 256, (50, 60, 3)).astype(np.uint8)
     pixels.setflags(write=False)
     for view in (pixels, pixels[3:40, 5:50], pixels[::-1, ::2], pixels.transpose(1, 0, 2)):
-        (found,) = resize_area(view, [(20, 20)])
-        assert np.array_equal(found, resize_area(view.copy(), [(20, 20)])[0])
+        (found,) = resize.resize_area(view, [(20, 20)])
+        assert np.array_equal(found, by_numpy(view, 20, 20))
 
 
-def test_an_array_of_the_right_size_stays_as_it_is() -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3)).astype(np.uint8)
-    assert np.array_equal(resize_area(pixels, [(5, 7)])[0], pixels)
+def test_it_works_where_compiled_code_cannot_be_kept(monkeypatch: pytest.MonkeyPatch):
+    def nowhere(self: object, function: object) -> None:
+        raise RuntimeError("cannot cache function: no locator available")
+
+    monkeypatch.setattr(caching.CacheImpl, "__init__", nowhere)
+    with pytest.raises(RuntimeError, match="no locator"):
+        numba.njit("int64(int64)", cache=True)(double)
+    assert resize.compiled(double, "int64(int64)")(4) == 8
+
+
+def double(number: int) -> int:
+    return 2 * number
