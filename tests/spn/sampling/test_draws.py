@@ -39,6 +39,12 @@ def test_pick_at_a_very_low_temperature_takes_the_most_likely_value():
     assert torch.equal(pick(logits, uniform, 1e-9), logits.argmax(1))
 
 
+def test_logits_of_low_precision_are_drawn_from_in_float64():
+    logits = torch.randn(256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for top_p in (None, 0.9):
+        assert torch.equal(counts(logits, top_p=top_p), counts(logits.double(), top_p=top_p))
+
+
 def test_pick_at_the_ends_of_the_unit_interval():
     """0 takes the first value of any probability, the largest number below 1 the last; impossible values never."""
     logits = torch.tensor([[-1e9, 0.0, 0.0, -1e9]]).expand(2, -1)
