@@ -278,7 +278,8 @@ def _is_intact(store: Store, sidecar: dict, plan_hash: str) -> bool:
 def _chunks(
     config: DataConfig, reader: Reader, rows: list[Row], quarantine: list[dict]
 ) -> Iterator[tuple[pa.Table, dict[int, np.ndarray]]]:
-    """Rows in plan order as (columns but px, resolution -> pixels), a bounded number at a time.
+    """Rows in plan order as (columns but px, resolution -> pixels), a bounded number at a time, in memory that is used
+    again for the next ones.
 
     Inside a chunk items are read in the order of their places in the source, each once for all its tiles. What cannot
     be used is added to `quarantine`.
@@ -286,9 +287,10 @@ def _chunks(
     bytes_per_row = sum(resolution**2 * 3 for resolution in config.resolutions)
     shared = any(row.top is not None or row.item.block is not None for row in rows)
     rows_per_chunk = min(len(rows), max(1, (_SHARED_CHUNK_BYTES if shared else _CHUNK_BYTES) // bytes_per_row))
+    memory = {r: np.empty((rows_per_chunk, r, r, 3), np.uint8) for r in config.resolutions}  # of every chunk in turn
     for begin in range(0, len(rows), rows_per_chunk):
         chunk = rows[begin : begin + rows_per_chunk]
-        squares = {r: np.empty((len(chunk), r, r, 3), np.uint8) for r in config.resolutions}
+        squares = {resolution: array[: len(chunk)] for resolution, array in memory.items()}
         facts: dict[int, tuple[int, int, int]] = {}  # place in the chunk: orig_h, orig_w, flags
         for places in _by_item(chunk):
             item = chunk[places[0]].item

@@ -150,9 +150,9 @@ class ShardWriter:
                     self._write_group(resolution, pending)
 
     def append(self, names: pa.Table, squares: dict[int, np.ndarray]) -> None:
-        """`names`: all columns but px; `squares`: resolution -> (N, R, R, 3) uint8 of 8 bits.
+        """`names`: all columns but px; `squares`: resolution -> (N, R, R, 3) uint8 of 8 bits, free to be reused then.
 
-        Whole row groups are written at once; what is left over waits for more.
+        Whole row groups are written straight from `squares`; only what is left over is copied, to wait for more.
         """
         for resolution, array in squares.items():
             pending, begin = self._pending[resolution], 0
@@ -161,7 +161,7 @@ class ShardWriter:
                 rows = names.slice(begin, wanted), array[begin : begin + wanted]
                 begin += wanted
                 if len(rows[1]) < wanted:
-                    pending.append(rows)
+                    pending.append((rows[0], rows[1].copy()))
                 else:
                     self._write_group(resolution, [*pending, rows])
                     pending.clear()
