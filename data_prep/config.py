@@ -103,4 +103,5 @@ def _distinct(name: str, values: list[int], *, low: int, high: int, needed: int)
     if len(set(values)) != len(values) or any(not low <= value <= high for value in values):
         raise ValueError(f"{name} is {list(values)}; it must hold different numbers within {low} and {high}")
     if needed not in values:
-        raise ValueError(f"{name} is {list(values)}; it must contain {needed}")
+        of = ", the image_size" if name == "resolutions" else ""
+        raise ValueError(f"{name} is {list(values)}; it must contain {needed}{of}")

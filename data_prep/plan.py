@@ -357,7 +357,7 @@ def check_id(config: DataConfig, source: str) -> None:
     if (family in _OWN_ID or config.dataset in _SOURCES) and source not in _SOURCES[family]:
         raise Unplannable(
             f"dataset is {config.dataset!r}; source {source} holds other pixels: name it "
-            f"otherwise, or set source to {' or '.join(_SOURCES[family])}"
+            f"otherwise, or set data.source to {' or '.join(_SOURCES[family])}"
         )
 
 

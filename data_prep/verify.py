@@ -134,7 +134,8 @@ bit depth B. Depth B holds the B most significant bits of each 8-bit value.
 
 Columns: `key` (path in the source), `label` (null where unknown), `orig_h`, `orig_w` (of the whole photo), `flags` (one
 bit for each conversion), `px` (R x R x 3 bytes, row by row). Photos that could not be used are in `quarantine.parquet`,
-with the reason. `manifest.json` lists every file with its checksum. No photo is in two splits. {licence}
+with the reason. `manifest.json` lists every file with its checksum. No file is in two splits; copies of a photo under
+other names may be. {licence}
 """
 
 

@@ -252,6 +252,8 @@ def print_notes(config: ExperimentConfig, arguments: argparse.Namespace, **chose
     now = what_runs(config, **chosen) if arguments.overrides else None
     idle = []
     for key in dict.fromkeys(map(key_of, arguments.overrides)):
+        if key == "data.root":  # without it the run folder of other photos would be refused
+            continue
         try:
             without = load(arguments.config, [other for other in arguments.overrides if key_of(other) != key])
         except UserError:  # needed

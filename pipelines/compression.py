@@ -156,7 +156,8 @@ def decompress(config: ExperimentConfig, file: str, target: Store) -> int:
         known = {attempts.content(own, pipeline.WEIGHTS): own for own in attempts.intact(store, past)}
     networks = {stage: known[digest] for stage, digest in header.stages.items() if digest in known}
     if lost := [stage for stage in header.stages if stage not in networks]:
-        raise UserError(f"{file} was coded by other networks than {store.uri} has: {', '.join(lost)}")
+        what = f"{file} was coded by other networks than {store.uri} has ({', '.join(lost)})"
+        raise UserError(f"{what}; --config and name=... or storage=... say whose networks decode it")
     models, num_whole = _loaded(networks, store, device), 0
     with _shown("decompress", header, models) as options, accessing(target, what="write to"):
         for name, image in zip(header.names, coding.decode(models, streams, **options), strict=True):

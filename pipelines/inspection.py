@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from rich.console import Console
 from rich.table import Table
 
-from data_prep.files import Store, UserError, join, open_store, printable
+from data_prep.files import Store, UserError, join, open_store, parent, printable
 from data_prep.lock import Lock
 from data_prep.parquet import open_dataset
 from data_prep.verify import counts, verify
@@ -153,37 +153,49 @@ def dataset_of(config: ExperimentConfig) -> str:
 
 
 def compare(places: Sequence[str]) -> int:
-    """Prints how two runs differ in bits/dim, image by image, for each part that both have.
+    """Prints how two runs differ in bits/dim, image by image, for each part in which both score the same values.
 
     places: of two run folders or files per_image.parquet; paths or URIs. The difference is paired: what makes an image
     easy or hard for both falls away, so it is known far better than either mean. Raises UserError.
     """
-    first, second = map(_per_image, places)
+    (first, of_first), (second, of_second) = map(_per_image, places)
     if first.column("key") != second.column("key"):
         raise UserError(f"--compare: {places[0]} and {places[1]} score different images")
     table = Table(title=f"bits/dim of {len(first)} images", caption=f"A: {places[0]}\nB: {places[1]}")
+    others = dict[str, str]()  # parts in which they score other bits or slices, or images of another size
     for column in ("part", "A", "B", "A - B", "standard error"):
         table.add_column(column, justify="left" if column == "part" else "right")
-    for part in first.column_names[1:]:
-        if part in second.column_names:
-            means = (f"{pc.mean(scores.column(part)).as_py():.4f}" for scores in (first, second))
-            difference, error = registry.paired_difference(first, second, part)
-            table.add_row(part, *means, f"{difference:+.4f}", f"{error:.4f}")
+    for part in (name for name in first.column_names[1:] if name in second.column_names):
+        if part in of_first and part in of_second and of_first[part] != of_second[part]:
+            others[part] = f"{of_first[part]}, B {of_second[part]}"
+            continue
+        means = (f"{pc.mean(scores.column(part)).as_py():.4f}" for scores in (first, second))
+        difference, error = registry.paired_difference(first, second, part)
+        table.add_row(part, *means, f"{difference:+.4f}", f"{error:.4f}")
     Console().print(table)
+    for part, values in others.items():
+        print(f"{part} is not compared: uniform distributions need other bits/dim, A {values}")
     return DONE
 
 
-def _per_image(place: str) -> pa.Table:
-    """Scores of a file, or of a run folder's newest `evaluate`."""
+def _per_image(place: str) -> tuple[pa.Table, dict[str, str]]:
+    """Scores of a file, or of a run folder's newest `evaluate`; and what each part scores, if results.json lies there:
+    the size of the images, and the bits/dim of a uniform distribution, which say how many bits of how many slices."""
     try:
-        if place.endswith(".parquet"):
-            return registry.read_scores(place if "://" in place else str(Path(place).absolute()))
-        store = open_store(place)
-        made = [attempt.success for attempt in history(store, "evaluate") if attempt.success is not None]
-        if not made:
-            raise UserError(f"--compare {place}: no finished evaluate in this run folder")
-        newest = max(made, key=lambda success: success.finished)
-        return registry.read_scores(newest.output(store).place("per_image"))
+        if not place.endswith(".parquet"):
+            store = open_store(place)
+            made = [attempt.success for attempt in history(store, "evaluate") if attempt.success is not None]
+            if not made:
+                what = "no finished evaluate in this run folder" if store.exists("config.yaml") else "no run folder"
+                raise UserError(f"--compare {place}: {what}")
+            place = max(made, key=lambda success: success.finished).output(store).place("per_image")
+        place = place if "://" in place else str(Path(place).absolute())
+        scores, beside = registry.read_scores(place), open_store(parent(place)[0])
+        if not beside.exists("results.json"):
+            return scores, {}
+        results = json.loads(beside.read_bytes("results.json"))
+        size, parts = results["image_size"], {**results["stages"], "total": results["total"]}
+        return scores, {part: f"{found['uniform']:g} of {size}x{size} pixels" for part, found in parts.items()}
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"--compare {place}: {error}") from error
 
@@ -248,21 +260,26 @@ def _flops_per_sec() -> float:
     return PEAK_FLOPS[GPU]
 
 
+def _amount(value: float) -> str:
+    return f"{value:,.2f}" if value >= 1 else f"{value:.2g}"
+
+
 def described(description: dict[str, Any]) -> str:
     lines = []
     for stage, found in description["stages"].items():
-        counts, workers = found["parameters"], found["num_workers"]
+        counts, workers, gflops = found["parameters"], found["num_workers"], _amount(found["flops_per_slice"] / 1e9)
         lines += [
             f"{stage}: {counts['total']:,} parameters",
             *(f"  {part:<34}{count:>14,}" for part, count in counts.items() if part != "total"),
-            f"  {found['flops_per_slice'] / 1e9:,.2f} GFLOPs per slice forward, three times that in training (dense)",
+            f"  {gflops} GFLOPs per slice forward, three times that in training (dense)",
             f"  batch of {found['batch_size']:,} slices on {workers} worker{'s' if workers > 1 else ''}",
-            f"  {found['num_steps']:,} steps: {found['training_flops']:.2e} FLOPs, {found['gpu_hours']:,.2f} GPU-hours",
+            f"  {found['num_steps']:,} steps: {found['training_flops']:.2e} FLOPs, "
+            f"{_amount(found['gpu_hours'])} GPU-hours",
             "",
         ]
     lines += [
-        f"scoring 1,000 images: about {60 * description['scoring_gpu_hours']:,.2f} GPU-minutes",
-        f"all stages: about {description['gpu_hours']:,.2f} GPU-hours of an {GPU}, if training and scoring in "
+        f"scoring 1,000 images: about {_amount(60 * description['scoring_gpu_hours'])} GPU-minutes",
+        f"all stages: about {_amount(description['gpu_hours'])} GPU-hours of an {GPU}, if training and scoring in "
         f"bfloat16 reach {MFU:.0%} of {_flops_per_sec() / 1e12:.0f} TFLOP/s (assumed)",
     ]
     return "\n".join(lines)

@@ -78,6 +78,8 @@ def resolve_storage(config: ExperimentConfig) -> str:
     if storage is None:
         return str(ROOT / "runs")
     if "://" in storage:
+        if not storage.partition("://")[2].strip("/"):
+            raise ValueError(f"{key} is {storage!r}; it names no bucket or folder")
         return storage.rstrip("/")
     path = Path(storage).expanduser()
     if not path.is_absolute() and in_ray_job():
@@ -108,7 +110,8 @@ def _find(name_or_path: str) -> Path:
         if not path.is_file():
             meant = [f"{name_or_path.rstrip(os.sep)}{end}" for end in ("/config.yaml", ".yaml")]
             files = [file for file in meant if Path(file).expanduser().is_file()]
-            hint = f"nearest: {files[0]}" if files else nearest(path.stem, preset_names())
+            near = [os.path.join(os.path.dirname(name_or_path), each.name) for each in path.parent.glob("*.y*ml")]
+            hint = f"nearest: {files[0]}" if files else nearest(name_or_path, [*near, *preset_names()])
             what = "is a folder" if path.is_dir() else "does not exist"
             raise UserError(f"config file {name_or_path} {what}; {hint}")
         return path

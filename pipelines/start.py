@@ -51,6 +51,7 @@ def start(
     as a truncated archive.
     """
     store = run_folder(config)
+    uri = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
     only = (images.node,) if images is not None else only
     # Before the raw images are listed: a name needs no data.
     planning.requested(pipeline.nodes(config, images=images, listed=False), only=only, **chosen)
@@ -83,6 +84,7 @@ def start(
             if session is cluster.NONE:
                 session = _session(config, plan)
             running.refuse(plan.decisions, session.capacity)
+            before = store.read_bytes(MARKER) if store.exists(MARKER) else None
             if images is None:  # the run folder's config stays that of its pipeline
                 store.write_text(MARKER, mask_uris(to_yaml(config)))
             print("\n".join(plan.lines()), flush=True)
@@ -91,10 +93,15 @@ def start(
             warm = running.warm_up(plan) if session.capacity else None
             names = {"--only": only, **{OPTIONS[key]: names for key, names in chosen.items()}}
             options = [f"{option} {','.join(nodes)}" for option, nodes in names.items() if nodes]
-            ledger = _ledger(config, store, overrides, options)
+            ledger = _ledger(config, store, uri, overrides, options)
             print("\n".join(f"{what:<12} {where}" for what, where in ledger.parent.links().items()), flush=True)
             report = _run(plan, session, lock, ledger, warm)
-            return _sum_up(report, store, ledger.parent, whole=not only)
+            try:
+                return _sum_up(report, store, ledger.parent, whole=not only)
+            except UserError:  # of this config, which is then not the one to go on with
+                if before is not None:
+                    store.write_bytes(MARKER, before)
+                raise
     finally:
         cluster.disconnect()
 
@@ -106,10 +113,9 @@ def _session(config: ExperimentConfig, plan: planning.Plan) -> cluster.ClusterIn
 
 
 def _ledger(
-    config: ExperimentConfig, store: Store, overrides: Sequence[str], options: Sequence[str]
+    config: ExperimentConfig, store: Store, uri: str, overrides: Sequence[str], options: Sequence[str]
 ) -> tracking.Ledger:
     """With the run of this launch, which is named by the config, by what was changed of it and by the nodes chosen."""
-    uri = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
     ledger = tracking.Ledger(uri, experiment=config.name, run_folder=store.uri)
     changed = [word for word in overrides if not word.startswith(("storage=", "tracking.", "resources."))]
     name = " ".join([config.name, *changed, *options])[:250]  # longer ones are refused by some databases

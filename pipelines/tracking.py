@@ -34,6 +34,7 @@ from data_prep.files import Store, UserError
 from pipelines.dag import fingerprint
 from pipelines.dag.masking import mask, mask_uris, plain_uri
 from pipelines.dag.node import Picture
+from pipelines.dag.plan import nearest
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -46,6 +47,7 @@ _QUEUE_LOG = logging.getLogger("mlflow.utils.async_logging.async_logging_queue")
 UI = "http://127.0.0.1:5000"  # where `make ui` and the command of `RunHandle.links` show a SQLite file
 PARENT_TAG, NAME, NOTE = "mlflow.parentRunId", "mlflow.runName", "mlflow.note.content"
 _PARENT = "pipeline"  # tag `node` of the parent run
+SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks")  # of MLflow's stores
 # A server's login, as MLflow itself reads it.
 LOGIN = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 # Unless the user has set them; MLflow reads them on use. Its own defaults would wait for hours.
@@ -69,14 +71,17 @@ def default_uri(store: Store, *, name: str, configured: str | None = None) -> st
     """Tracking URI for a run folder.
 
     In this order: the configured server, $MLFLOW_TRACKING_URI, a SQLite file in the run folder. SQLite needs a local
-    disk, so for a run folder on an object store it lies in ~/spn_runs/<name>. Raises UserError for a server's URI that
-    holds a login: whatever names the server would show it.
+    disk, so for a run folder on an object store it lies in ~/spn_runs/<name>. Raises UserError for a URI of no kind
+    that MLflow has, and for a server's that holds a login: whatever names the server would show it.
     """
     given = configured or os.environ.get("MLFLOW_TRACKING_URI") or ""
     file = sqlite_file(given) if given else (store.local() or Path.home() / "spn_runs" / name) / "mlflow.db"
     if file is None:
         if is_server(given) and "@" in urlsplit(given).netloc:
             raise UserError(f"the address {mask(given)} holds a login; set {LOGIN[0]} and {LOGIN[1]} instead")
+        scheme = given.partition("://")[0].partition("+")[0]  # of a database, a driver may follow
+        if "://" in given and scheme not in SCHEMES:
+            raise UserError(f"tracking.uri, or MLFLOW_TRACKING_URI, is {mask(given)}; {nearest(scheme, SCHEMES)}")
         return given
     place = str(file.absolute())  # workers have another working directory
     return "sqlite:///" + place.replace("%", "%25").replace("?", "%3F")  # it is decoded; options follow a "?"

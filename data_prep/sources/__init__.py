@@ -157,7 +157,7 @@ def _recognise(listing: Listing, config: DataConfig) -> tuple[str, list[FileEntr
         candidates = [each for each in whys if each not in _PLAIN] or list(whys)
         if len(candidates) > 1:
             texts = "; ".join(f"{each} ({whys[each]})" for each in candidates)
-            raise Unplannable(f"root is {listing.root!r}; it may be {texts}: set source to one of them")
+            raise Unplannable(f"root is {listing.root!r}; it may be {texts}: set data.source to one of them")
         name = next(iter(candidates), "folder")
         why = whys.get(name) or _why("folder", listing, config) or ""
     used = list(layout(name).used(listing, config))

@@ -224,8 +224,8 @@ def split_words(name: str) -> frozenset[str]:
 def refuse_loss(left_out: Sequence[str], num_images: int, *, what: str, choice: str) -> None:
     """Raises Unplannable when that many images would be left out by a guess; `choice`: settings that decide it."""
     if len(left_out) > MAX_LOSS * num_images:
-        counts = f"{len(left_out)} of {num_images} {what}, such as {left_out[0]}"
-        raise Unplannable(f"{choice.partition('=')[0]} is 'auto'; {counts}: set {choice}")
+        counts, key = f"{len(left_out)} of {num_images} {what}, such as {left_out[0]}", choice.partition("=")[0]
+        raise Unplannable(f"{key} is 'auto'; {counts}: set {choice.replace(f'{key}=', f'data.{key}=')}")
 
 
 def check_series(paths: Iterable[str]) -> None:

@@ -31,7 +31,7 @@ from pipelines.dag.node import NodeContext, NodeOutput, NodeResult
 from pipelines.dag.progress import Reporter
 from pipelines.nodes.histogram import count_values, histogram_nats, raw_entropy_bits
 from pipelines.nodes.memory import naming_full_memory
-from pipelines.nodes.registry import StageModel, register
+from pipelines.nodes.registry import FIRST_GIVEN, StageModel, register
 from pipelines.nodes.trained import load_stage_configs, load_stages
 from pipelines.nodes.workers import each, gang
 from spn.config import SPNConfig, first_given
@@ -347,7 +347,7 @@ def _tell_train_runs(
             standard_error=part["standard_error"],
             test_set=test_set,
             scores=join(context.out, PER_IMAGE),
-            scored_dims=dims + (" without slice (0, 0)" if first_given(stage, configs) else ""),
+            scored_dims=dims + (FIRST_GIVEN if first_given(stage, configs) else ""),
         )
         with context.run.at(output.mlflow_run_id).open() as run:
             run.log_metrics({"test/bits_per_dim": part["bits_per_dim"]})

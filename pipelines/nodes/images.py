@@ -41,6 +41,7 @@ from spn.config import SPNConfig
 
 FOLDER, RECORD, GRID, CSV = "user_images", "record.json", "grid.png", "scores.csv"
 NUM_SHOWN = 16  # images in the grid, with all their draws
+MOST_NAMED = 3  # images that cannot be used; the rest is counted
 NOT_RGB = {  # conversions that a dataset would flag, and that nobody should find in an exact result
     "bit_depth_16": "has 16 bits per channel",
     "gray_to_rgb": "is grayscale",
@@ -204,24 +205,31 @@ def _read(config: ExperimentConfig, *, side: int, what: str, bits: int) -> tuple
     """Names below the folder, values of `bits` bits, uint8 [N, side, side, 3], and how many images were fitted."""
     takes = f"{what}, 8-bit RGB"
     is_exact = config.image_fit == "exact" or (config.image_bits or 8) < 8
-    data_config, keys, values, num_fitted = config.data, [], [], 0
+    data_config, keys, values, num_fitted, wrong = config.data, [], [], 0, list[str]()
     for name, data in _files(config.images or ""):
         try:
             decoded = images.decode(
                 data, profile=data_config.decode_profile, exif=data_config.exif or "apply", strict_jpeg=True
             )
         except images.UnusableImage as error:
-            raise UserError(f"images: {name} cannot be read ({error.message}); {takes}") from None
-        for conversion, text in NOT_RGB.items():
-            if is_exact and conversion in decoded.conversions:
-                raise UserError(f"images: {name} {text}; {takes}")
+            wrong.append(f"{name} cannot be read ({error.message})")
+            continue
         pixels, (height, width) = decoded.pixels, decoded.pixels.shape[:2]
-        if (height, width) != (side, side):
-            if is_exact or min(height, width) < data_config.min_side:
-                raise UserError(f"images: {name} is {width}x{height}; {takes}")
-            pixels, num_fitted = _fitted(pixels, data_config, side=side), num_fitted + 1
-        keys.append(name)
-        values.append(_to_depth(name, pixels, stored=config.image_bits, bits=bits))
+        is_fitted, smallest = (height, width) != (side, side), min(data_config.min_side, data_config.image_size)
+        if is_exact and (texts := [text for key, text in NOT_RGB.items() if key in decoded.conversions]):
+            wrong.append(f"{name} {texts[0]}")
+        elif is_exact and is_fitted:
+            wrong.append(f"{name} is {width}x{height}")
+        elif is_fitted and min(height, width) < smallest:
+            wrong.append(f"{name} is {width}x{height}, and data.min_side={data_config.min_side} forbids to enlarge it")
+        else:
+            if is_fitted:
+                pixels, num_fitted = _fitted(pixels, data_config, side=side), num_fitted + 1
+            keys.append(name)
+            values.append(_to_depth(name, pixels, stored=config.image_bits, bits=bits))
+    if wrong:
+        more = f"; and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
+        raise UserError(f"images: {'; '.join(wrong[:MOST_NAMED])}{more}; {takes}")
     return tuple(keys), np.stack(values), num_fitted
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 CANDIDATE, CHAMPION = "candidate", "champion"  # aliases
+FIRST_GIVEN = " without slice (0, 0)"  # at the end of StageModel.scored_dims
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ Trained and validated on {data}.
 
     import pathlib, mlflow, spn.checkpoint, spn.evaluation
     network = spn.checkpoint.load_model(pathlib.Path(mlflow.artifacts.download_artifacts("{place}")))
-    slices = spn.evaluation.scored_slices(network, first_given=False)
+    slices = spn.evaluation.scored_slices(network, first_given={model.scored_dims.endswith(FIRST_GIVEN)})
     nats = spn.evaluation.stage_nats(network, px.long(), slices=slices)  # as in the schema
 """
 

@@ -144,7 +144,8 @@ def _curves_section(histories: Mapping[str, Sequence[Mapping[str, float]]]) -> s
     figure.savefig(buffer, format="png", dpi=110)
     return (
         f'<h2>Learning curves</h2><img src="{_inline(buffer.getvalue())}"><p class=muted>Bits/dim of the stage’s own '
-        "part; train: estimate from one random slice per image; valid: exact, Polyak-averaged weights, all slices.</p>"
+        "part; train: estimate from one random slice per image; valid: exact, Polyak-averaged weights, over all slices "
+        "that the network trains on, which after a first_slice include slice (0, 0), unlike the table above.</p>"
     )
 
 
@@ -161,6 +162,8 @@ def _rerun_section(context: NodeContext[ReportNodeConfig], stages: Sequence[str]
     file = "FILE.yaml" if "://" in folder else shlex.quote(f"{folder}/config.yaml")
     command = f"python pipelines/full_multidim.py --config {escape(context.config.preset or file)}"
     rerun, run, rows, curves = f"--rerun train_{escape(stages[-1])}", context.run, "", ""
+    settings = "<p class=muted>With the key=value settings of this launch, if it had any.</p>"
+    note = settings if context.config.preset else ""  # the run folder's own file has them
     for node, output in context.inputs.items():
         shown = escape(output.mlflow_run_id or "–")
         if output.mlflow_run_id and run.run_id:  # a launch that records nothing does not know the UI's address
@@ -173,6 +176,5 @@ def _rerun_section(context: NodeContext[ReportNodeConfig], stages: Sequence[str]
         f"<h2>Rerun</h2><pre>{command} {'':{len(rerun)}}   # skips what is up to date\n"
         f"{command} {rerun}   # that node, then what reads its new output\n"
         f"{command} {'--dry-run':{len(rerun)}}   # what would run, and why</pre>"
-        "<p class=muted>With the key=value settings of this launch, if it had any.</p>"
-        f"<table><tr><th>node<th>attempt<th>MLflow run</tr>{rows}</table>{curves}"
+        f"{note}<table><tr><th>node<th>attempt<th>MLflow run</tr>{rows}</table>{curves}"
     )

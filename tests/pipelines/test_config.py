@@ -498,7 +498,7 @@ MISTAKES = {
         "data.resolutions=[15]",
         "data.image_size=15",
     ): "data.image_size is 15; scaling_factor, 2, must divide it (nearest: 14)",
-    ("data.resolutions=[16]", "data.image_size=32"): "data.resolutions is [16]; it must contain 32",
+    ("data.resolutions=[16]", "data.image_size=32"): "data.resolutions is [16]; it must contain 32, the image_size",
     ("bits=[3,9]",): "bits is [3, 9]; each must be from 1 to 8",
     ("bits=[8,3]",): "bits is [8, 3]; it must rise from entry to entry, e.g. [3, 8]",
     ("bits=[]",): "bits is []; it must rise from entry to entry, e.g. [3, 8]",
@@ -609,6 +609,7 @@ def test_storage_by_default_and_by_choice(tmp_path: Path, monkeypatch: pytest.Mo
     assert resolve_storage(load("debug", ["storage=here"])) == str(tmp_path / "here")
     assert resolve_storage(load("debug", ["storage=~/there"])) == str(Path.home() / "there")
     assert resolve_storage(load("debug", ["storage=s3://bucket/runs/"])) == "s3://bucket/runs"
+    assert error_of("debug", "storage=s3://").startswith("storage is 's3://'; it names no bucket or folder (")
 
 
 def test_storage_inside_a_ray_job_outlives_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,11 +159,13 @@ def test_archives_and_images_side_by_side(tmp_path: pathlib.Path):
     assert (found.name, len(found.items), found.skipped) == ("webdataset", 100, {"other_image": 1})
     assert found.why.endswith("; left out: preview.png")
     write(tmp_path, "a/0.png")
-    with pytest.raises(Unplannable, match="^source is 'auto'; 2 of 102 images .* a/0.png: set source=webdataset or"):
+    with pytest.raises(
+        Unplannable, match="^source is 'auto'; 2 of 102 images .* a/0.png: set data.source=webdataset or"
+    ):
         sources.find(config(tmp_path))
     assert len(sources.find(config(tmp_path, source="folder")).items) == 2
     write_table(tmp_path / "train.parquet", "image")
-    with pytest.raises(Unplannable, match="may be hf_parquet .*; webdataset .*: set source"):
+    with pytest.raises(Unplannable, match="may be hf_parquet .*; webdataset .*: set data.source"):
         sources.find(config(tmp_path))
 
 

@@ -125,6 +125,7 @@ def test_an_override_without_effect_is_told(command: Command, handed_on: dict[st
     file = tmp_path / "a.png"
     Image.new("RGB", (16, 16)).save(file)
     overrides, given = ("sample.num_images=3", "train.num_steps=7"), (f"images={file}", "sample.use=depth_upscale")
+    overrides += (f"data.root={BUILT_IN_PHOTOS}",)  # without which a run folder of these photos would be refused
     for script, more, idle in (
         ("full_multidim.py", (), ""),
         ("evaluate.py", (), "sample.num_images has no effect on what evaluate.py does"),
@@ -218,7 +219,7 @@ def test_data_set_id_of_another_source(command: Command) -> None:
         assert (code, out) == (2, "")
         assert err == (
             "error: data.dataset is 'imagenet_oord'; source folder holds other pixels: name it otherwise, or set "
-            "source to imagenet_oord\n"
+            "data.source to imagenet_oord\n"
         )
 
 

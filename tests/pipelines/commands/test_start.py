@@ -63,8 +63,9 @@ def test_exit_codes_of_a_start(
     assert code == 0 and "third   skip  up to date" in out
 
     nodes[0] = Node("first", "toy.nodes:mistake")
-    code, out, err = command("full_multidim.py")
-    assert code == 2 and err == "error: first: the folder is empty\n"
+    code, out, err = command("full_multidim.py", "seed=7")
+    assert "seed: 0" in (folder / "config.yaml").read_text(), "a mistake is not what a run folder goes on with"
+    assert code == 2 and err.endswith("\nerror: first: the folder is empty\n")
     assert "[first] FAILED" in out and "was not started" not in out
 
 

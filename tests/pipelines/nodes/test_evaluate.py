@@ -161,13 +161,33 @@ def test_runs_are_compared_image_by_image(tmp_path: Path, capsys: pytest.Capture
     assert line.replace("│", " ").split() == ["total", "5.0000", "4.4000", "+0.6000", "0.1000"]
 
 
+def test_parts_that_score_other_values_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other slices or bits of the same images, as the results beside the scores say."""
+    for name, uniform in (("a", 2.25), ("b", 3)):
+        (tmp_path / name).mkdir()
+        scores_file(tmp_path / name / "per_image.parquet", "abc", [1.0, 2.0, 3.0], size_upscale=[1.0, 2.0, 3.0])
+        parts = {"stages": {"size_upscale": {"uniform": uniform}}, "total": {"uniform": 8}}
+        (tmp_path / name / "results.json").write_text(json.dumps({"image_size": 16, **parts}))
+    places = [word for name in "ab" for word in ("--compare", str(tmp_path / name / "per_image.parquet"))]
+    assert cli.main(places, prog="evaluate.py") == 0
+    lines = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
+    assert "total 2.0000 2.0000 +0.0000 0.0000" in lines
+    (other,) = (line for line in lines if "size_upscale" in line)
+    assert other.endswith(
+        "is not compared: uniform distributions need other bits/dim, A 2.25 of 16x16 pixels, B 3 of 16x16 pixels"
+    )
+
+
 def test_scores_of_other_images_and_runs_without_scores_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = (scores_file(tmp_path / f"{key}.parquet", key, [1.0]) for key in "ab")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").touch()
     for places, text in (
         ([first, second], "score different images"),
-        ([first, str(tmp_path)], "no finished evaluate"),
+        ([first, str(tmp_path / "run")], "no finished evaluate"),
+        ([first, str(tmp_path / "rum")], "rum: no run folder"),
         ([first, str(tmp_path / "none.parquet")], "none.parquet"),
         ([first] * 3, "given 3 times"),
     ):

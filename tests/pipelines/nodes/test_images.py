@@ -219,7 +219,7 @@ WRONG = {
         "sample",
         8,
         ("sample.use=depth_upscale", "data.min_side=9"),
-        "a.png is 8x8; sample.use=depth_upscale takes",
+        "a.png is 8x8, and data.min_side=9 forbids to enlarge it; sample.use=depth_upscale takes 16x16 images",
     ),
     "no such depth": (
         "sample",
@@ -313,6 +313,19 @@ def test_files_that_are_no_images_or_not_there(tmp_path):
     }.items():
         with pytest.raises(UserError, match=message):
             images.for_scoring(config(tmp_path / where))
+
+
+def test_all_images_that_cannot_be_used_are_told_at_once(tmp_path):
+    for number in range(5):
+        (tmp_path / f"{number}.png").write_text("no image")
+    with pytest.raises(UserError, match=r"0.png cannot be read .*1.png .*2.png [^;]*; and 2 more; the model scores"):
+        images.for_scoring(config(tmp_path))
+
+
+def test_an_image_of_the_datasets_size_is_large_enough_whatever_photos_the_dataset_took(tmp_path):
+    file = save(tmp_path / "a.png", photo(16))
+    found = images.for_sampling(config(file, "sample.use=size_upscale", "data.min_side=64"))
+    assert np.array_equal(found.values[0], photo(16)[::2, ::2] >> 5)
 
 
 def test_dark_images_and_low_bit_files_are_not_confused(tmp_path):

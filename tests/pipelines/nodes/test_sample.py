@@ -177,7 +177,8 @@ def test_an_error_in_a_chunk_ends_the_node_and_keeps_what_is_finished(workers, j
 
     images = Chunk(("a", "b\0"), (0, 1))  # no file can have the second name
     wrong = job("wrong", workers, batch_size=1)
-    ray.util.placement_group([{"CPU": 0.5}], name=gang_name(DrawingWorker, wrong))
+    if workers == 2:  # one worker needs no group, and would leave this one as it is
+        ray.util.placement_group([{"CPU": 0.5}], name=gang_name(DrawingWorker, wrong))
     with pytest.raises(ValueError, match="null"):
         draw(wrong, images, progress=Reporter("sample"))
     groups = [g for g in ray.util.placement_group_table().values() if g["name"] == gang_name(DrawingWorker, wrong)]

@@ -15,7 +15,16 @@ from mlflow.models import get_model_info
 
 from data_prep.files import open_store
 from pipelines import tracking
-from pipelines.nodes.registry import CANDIDATE, CHAMPION, StageModel, add_version, attempts_with_alias, judge, register
+from pipelines.nodes.registry import (
+    CANDIDATE,
+    CHAMPION,
+    FIRST_GIVEN,
+    StageModel,
+    add_version,
+    attempts_with_alias,
+    judge,
+    register,
+)
 from pipelines.tracking import Ledger, default_uri
 
 FIRST = StageModel(
@@ -126,9 +135,15 @@ def test_a_champion_is_fetched_as_the_page_says(
     handle = ledger.start_node("train_fetched", tags={}, params={"model": {"image_size": 64}})
     with handle.open() as run:
         scores = scored(tmp_path, "e", [0.25, 0.5, 0.75], stage="fetched")
-        register(run, dataclasses.replace(FIRST, stage="fetched", checkpoint=str(checkpoint), scores=scores))
+        dims = FIRST.scored_dims + FIRST_GIVEN
+        model = dataclasses.replace(FIRST, stage="fetched", checkpoint=str(checkpoint), scores=scores, scored_dims=dims)
+        register(run, model)
     card = tracking.make_client(ledger.uri).get_model_version("demo.fetched", "1").description
-    assert "64px S=2 bits 0+3" in card and "0.5000 ± 0.1443 bits/dim" in card
+    assert (
+        "64px S=2 bits 0+3 without slice (0, 0)" in card
+        and "first_given=True" in card
+        and "0.5000 ± 0.1443 bits/dim" in card
+    )
     assert 'download_artifacts("models:/demo.fetched/1")' in card
     info = get_model_info(str(checkpoint))  # what MLflow itself reads there
     assert info.signature.inputs.inputs[0].shape == (-1, 3, 64, 64)

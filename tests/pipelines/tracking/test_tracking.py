@@ -81,6 +81,8 @@ def test_the_database_lies_on_a_local_disk(tmp_path: Path, monkeypatch: pytest.M
     odd = open_store(f"{tmp_path}/50%25 a?b#c")
     assert default_uri(odd, name="demo") == f"sqlite:///{tmp_path}/50%2525 a%3Fb#c/mlflow.db"
     assert default_uri(remote, name="demo", configured="http://h:5000") == "http://h:5000"
+    with pytest.raises(UserError, match="is htp://h:5000; nearest: http"):
+        default_uri(remote, name="demo", configured="htp://h:5000")
     monkeypatch.chdir(tmp_path)
     assert default_uri(remote, name="demo", configured="sqlite:///shared.db") == f"sqlite:///{tmp_path}/shared.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://env:5000")
