@@ -8,6 +8,7 @@ its own folder, and what is stopped at the end is what was started here.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -173,20 +174,13 @@ def wait_for(url: str, starter: subprocess.Popen, *, log: Path, timeout_sec: flo
 
 def stop(starter: subprocess.Popen, *, mark: str) -> None:
     """Ends `ray start --block` and all that it started. Never `ray stop`, which ends every Ray of the machine."""
-    starter.terminate()
-    try:
-        starter.wait(timeout=20)
-    except subprocess.TimeoutExpired:
-        starter.kill()
-        starter.wait()
-    psutil.wait_procs(processes_with(mark), timeout=5)
-    left = processes_with(mark)
-    for process in left:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(left, timeout=10)
+    starter.kill()
+    starter.wait()
+    while left := processes_with(mark):  # one of them may have started another meanwhile
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=10)
 
 
 @pytest.fixture(scope="module")
