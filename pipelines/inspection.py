@@ -26,7 +26,7 @@ from pipelines.dag import status
 from pipelines.dag.attempts import history
 from pipelines.dag.progress import Display, Update
 from pipelines.nodes import registry
-from pipelines.start import accessing, locked, nodes_of, run_folder
+from pipelines.start import MARKER, accessing, locked, nodes_of, run_folder
 
 DONE, DAMAGED = 0, 1
 # What GPU-hours rest on: the share of the card's FLOP/s (spn.gpu.flops) that training and scoring reach. Measured on
@@ -186,7 +186,7 @@ def _per_image(place: str) -> tuple[pa.Table, dict[str, str]]:
             store = open_store(place)
             made = [attempt.success for attempt in history(store, "evaluate") if attempt.success is not None]
             if not made:
-                what = "no finished evaluate in this run folder" if store.exists("config.yaml") else "no run folder"
+                what = "no finished evaluate in this run folder" if store.exists(MARKER) else "no run folder"
                 raise UserError(f"--compare {place}: {what}")
             place = max(made, key=lambda success: success.finished).output(store).place("per_image")
         place = place if "://" in place else str(Path(place).absolute())

@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -47,7 +48,8 @@ _QUEUE_LOG = logging.getLogger("mlflow.utils.async_logging.async_logging_queue")
 UI = "http://127.0.0.1:5000"  # where `make ui` and the command of `RunHandle.links` show a SQLite file
 PARENT_TAG, NAME, NOTE = "mlflow.parentRunId", "mlflow.runName", "mlflow.note.content"
 _PARENT = "pipeline"  # tag `node` of the parent run
-SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks")  # of MLflow's stores
+# Of the stores that MLflow brings; plugins have others.
+SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks", "databricks-uc", "uc")
 # A server's login, as MLflow itself reads it.
 LOGIN = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 # Unless the user has set them; MLflow reads them on use. Its own defaults would wait for hours.
@@ -80,8 +82,9 @@ def default_uri(store: Store, *, name: str, configured: str | None = None) -> st
         if is_server(given) and "@" in urlsplit(given).netloc:
             raise UserError(f"the address {mask(given)} holds a login; set {LOGIN[0]} and {LOGIN[1]} instead")
         scheme = given.partition("://")[0].partition("+")[0]  # of a database, a driver may follow
-        if "://" in given and scheme not in SCHEMES:
-            raise UserError(f"tracking.uri, or MLFLOW_TRACKING_URI, is {mask(given)}; {nearest(scheme, SCHEMES)}")
+        known = [*SCHEMES, *(plugin.name for plugin in entry_points(group="mlflow.tracking_store"))]
+        if "://" in given and scheme not in known:
+            raise UserError(f"tracking.uri, or MLFLOW_TRACKING_URI, is {mask(given)}; {nearest(scheme, known)}")
         return given
     place = str(file.absolute())  # workers have another working directory
     return "sqlite:///" + place.replace("%", "%25").replace("?", "%3F")  # it is decoded; options follow a "?"
