@@ -128,8 +128,6 @@ def sample_stage(
         temperature=temperature, top_p=top_p, precision=precision, decoder=decoder, coded=coder is not None
     )
     key = (model, batch, *options.values())
-    if key not in decoders:
-        decoders[key] = slice_decoder(model, batch, **options)
     on_gpu = uniform.device.type == "cuda"
     numbers = image_to_slices(uniform, config.scaling_factor)
     given = None if given is None else image_to_slices(given, config.scaling_factor)
@@ -138,15 +136,20 @@ def sample_stage(
     if slices is not None:
         known[:, :num_known] = slices
     todo = range(1) if config.stage == "first_slice" else range(num_known, config.num_slices)
-    for number in todo:
-        index = torch.full((batch,), number, device=uniform.device)
-        with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu and precision == "bfloat16"):
-            context = _context(model, known, index, given)
-        kept = coder.known() if coder is not None else rows if number == num_known else None
-        beside = number - 1 if number % config.scaling_factor else number - config.scaling_factor  # one pixel away
-        guess = known[:, beside] if number else None
-        drawn = Draws(numbers[:, number], temperature=temperature, top_p=top_p, known=kept, guess=guess, coder=coder)
-        known[:, number] = decoders[key](context, drawn, on_row=on_row)
+    with torch.cuda.device_of(uniform):  # kernels run, and graphs are recorded, on the current card
+        if key not in decoders:
+            decoders[key] = slice_decoder(model, batch, **options)
+        for number in todo:
+            index = torch.full((batch,), number, device=uniform.device)
+            with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu and precision == "bfloat16"):
+                context = _context(model, known, index, given)
+            kept = coder.known() if coder is not None else rows if number == num_known else None
+            beside = number - 1 if number % config.scaling_factor else number - config.scaling_factor  # one pixel away
+            guess = known[:, beside] if number else None
+            drawn = Draws(
+                numbers[:, number], temperature=temperature, top_p=top_p, known=kept, guess=guess, coder=coder
+            )
+            known[:, number] = decoders[key](context, drawn, on_row=on_row)
     if config.stage == "first_slice":
         return known[:, 0]
     return slices_to_image(known, config.scaling_factor)

@@ -57,6 +57,7 @@ SAME_RESULTS: dict[str, str] = {
     "c87710854712249d": "018ef26db86a07f6",  # spn.model
     "facf83cb925cc66f": "2c4daf736331a568",  # spn.modern
     "de413ac009ac67e4": "2d995974c127f105",  # spn.optimizers
+    "1982f996ffaf6dc9": "738eb9406be39231",  # spn.sampling
     "c126421d0bbb47dc": "c2695a8cdee36f94",  # spn.training
 }
 _MAX_CHANGES = 4  # named in an explanation; the rest is counted

@@ -63,7 +63,7 @@ def test_a_short_race_learns_and_counts(name, monkeypatch):
 
 @pytest.mark.parametrize("took", [0.5, 2.0])
 def test_the_schedule_ends_with_the_seconds(took, monkeypatch):
-    """Steps that take half or twice the time first measured: all seconds are used, and the rate falls to zero in them."""
+    """Steps take half or twice the time first measured: all seconds are used, and the rate falls to zero in them."""
     now, rates, train_step = [0.0], [], race.train_step
 
     def step(state, *rest, **options):

@@ -142,3 +142,15 @@ def test_a_chain_is_sampled_as_on_the_cpu(tiny_config):
     found = sample_chain(on_gpu, seed=3, images=range(4), decoder="plain")
     for stage, image in expected.items():
         assert torch.equal(found[stage].cpu(), image), stage
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+@pytest.mark.parametrize("decoder", ["fused", "jacobi"])
+def test_a_card_that_is_not_the_current_one_draws_as_the_current_one(decoder, tiny_config):
+    _, *chain = networks(tiny_config)
+    drawn = [
+        sample_chain({m.config.stage: m.eval().to(card) for m in chain}, seed=3, images=range(4), decoder=decoder)
+        for card in ("cuda:0", "cuda:1")
+    ]
+    for stage, image in drawn[0].items():
+        assert torch.equal(drawn[1][stage].cpu(), image.cpu()), stage
