@@ -109,7 +109,13 @@ def start(
 def _session(config: ExperimentConfig, plan: planning.Plan) -> cluster.ClusterInfo:
     if all(decision.action not in (planning.RUN, planning.WAIT) for decision in plan.decisions):
         return cluster.NONE
-    return cluster.connect(num_cpus=config.resources.num_cpus, num_gpus=config.resources.num_gpus)
+    num_gpus = config.resources.num_gpus
+    if num_gpus and not cluster.joins():
+        import torch  # takes a second
+
+        if num_gpus > (found := torch.cuda.device_count()):  # Ray takes any number for true
+            raise UserError(f"resources.num_gpus is {num_gpus}; PyTorch can use {found} on this machine")
+    return cluster.connect(num_cpus=config.resources.num_cpus, num_gpus=num_gpus)
 
 
 def _ledger(

@@ -236,6 +236,8 @@ def test_more_workers_than_the_cluster_has(command: Command, tmp_path: Path, sma
     assert err == "error: train_first_slice needs 4.25 CPU, this session has 4 CPU; ask for fewer or smaller workers\n"
     code, _, err = command("full_multidim.py", "resources.use_gpu=true")
     assert code == 2 and err.endswith(" needs 1 GPU, this session has 0 GPU; set use_gpu=false\n")
+    code, _, err = command("full_multidim.py", "resources.num_gpus=99")
+    assert code == 2 and err.startswith("error: resources.num_gpus is 99; PyTorch can use ")
     assert list(tmp_path.iterdir()) == []
 
 
