@@ -1,4 +1,4 @@
-"""Trains a tiny SPN on crops of one photo and draws pictures with it, in about a minute on a CPU.
+"""Trains a tiny SPN on crops of one photo and draws pictures with it, in half a minute on a CPU.
 
     python -m spn PHOTO [--steps 300] [--out spn.png]
 
