@@ -39,10 +39,10 @@ SAME_RESULTS: dict[str, str] = {
     "02654790456e852e": "d7cfc2a6e75897c7",  # data_prep.sources.imagenet_oord
     "70c8524bce897c1d": "4d05605162d0d5c5",  # data_prep.sources.webdataset
     "1f0443c881dd4c5c": "06b39e8832071bb3",  # pipelines.loading
-    "8dde7d111c38c5e5": "122b6cf6fe801dc5",  # pipelines.nodes.evaluate
+    "a8cc786c7f57284e": "122b6cf6fe801dc5",  # pipelines.nodes.evaluate
     "481e2eee00f9c525": "64803a3d91dda875",  # pipelines.nodes.histogram
-    "a8c3e9a597a21fe2": "f49d6b24ee1a205e",  # pipelines.nodes.images
-    "2cdb3b262c6aef33": "f9782e973f54d0e5",  # pipelines.nodes.prepare_data
+    "d3fc4985b7728c5a": "f49d6b24ee1a205e",  # pipelines.nodes.images
+    "1fffec43046eee5c": "f9782e973f54d0e5",  # pipelines.nodes.prepare_data
     "f118b6c9e35900fc": "642253d66de29361",  # pipelines.nodes.sample
     "99efc5ae258c1fdb": "8a81c3de44809aaf",  # pipelines.nodes.train
     "51f00d3beac18b33": "d45150094715133a",  # pipelines.nodes.trained

@@ -97,6 +97,8 @@ def score(context: NodeContext[EvaluateNodeConfig]) -> NodeResult:
     store.write_text(RECORD, json.dumps({**how, "networks": networks, "images": _named_digests(user)}, indent=1))
     scores = table.drop_columns("key").to_pydict()
     metrics = {f"user_images/bits_per_dim/{part}": sum(bits) / len(bits) for part, bits in scores.items()}
+    with context.run.open() as run:
+        run.log_metrics(metrics)
     return NodeResult(outputs={"scores": FOLDER}, metrics=metrics)
 
 

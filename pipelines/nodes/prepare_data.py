@@ -30,11 +30,13 @@ def run(context: NodeContext[PrepareDataNodeConfig]) -> NodeResult:
         raise UserError(f"data.root: {error}") from error
     except Unplannable as error:
         raise UserError(f"data.{error}") from error
+    metrics = _metrics(manifest)
     with context.run.open() as run:
         run.log_text(manifest.to_json(), "manifest.json")
         run.log_text(readme(manifest), "dataset.md")
+        run.log_metrics(metrics)
     digests = {join(FOLDER, shard.path): shard.sha256 for shard in manifest.shards}
-    return NodeResult(outputs={"dataset": FOLDER}, metrics=_metrics(manifest), sha256=digests)
+    return NodeResult(outputs={"dataset": FOLDER}, metrics=metrics, sha256=digests)
 
 
 def _metrics(manifest: Manifest) -> dict[str, float]:
