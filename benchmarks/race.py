@@ -249,8 +249,7 @@ def _train(
     step_sec = _step_seconds(TrainState.create(model, config), config, batch, forward)
     model.load_state_dict(start)
     num_steps = max(1, int(seconds / step_sec))
-    decay = TOTAL_DECAY / config.learning_rate / num_steps if config.optimizer == "muon" else 0.0
-    config = dataclasses.replace(config, num_steps=num_steps, weight_decay=decay)
+    config = _planned(config, num_steps)
     state = TrainState.create(model, config)
     wait(device)
     began, losses = time.perf_counter(), []
@@ -258,7 +257,8 @@ def _train(
         if state.step and state.step % PLAN_EVERY == 0:
             wait(device)
             step_sec = (time.perf_counter() - began) / state.step
-            config = dataclasses.replace(config, num_steps=int(seconds / step_sec))
+            config = _planned(config, int(seconds / step_sec))
+            state.optimizers[0].param_groups[0]["weight_decay"] = config.weight_decay
         nats, _ = train_step(state, [batch()], config=config, forward=forward)
         losses.append(nats)
     wait(device)
@@ -276,6 +276,11 @@ def _train(
             last.sum().item(), num_images=len(last) * config.batch_size, config=network
         ),
     }
+
+
+def _planned(config: TrainConfig, num_steps: int) -> TrainConfig:
+    decay = TOTAL_DECAY / config.learning_rate / num_steps if config.optimizer == "muon" else 0.0
+    return dataclasses.replace(config, num_steps=num_steps, weight_decay=decay)
 
 
 def _step_seconds(

@@ -63,21 +63,25 @@ def test_a_short_race_learns_and_counts(name, monkeypatch):
 
 @pytest.mark.parametrize("took", [0.5, 2.0])
 def test_the_schedule_ends_with_the_seconds(took, monkeypatch):
-    """Steps take half or twice the time first measured: all seconds are used, and the rate falls to zero in them."""
-    now, rates, train_step = [0.0], [], race.train_step
+    """Steps take half or twice the time first measured: all seconds are used, the rate falls to zero in them, and the
+    decay is that of so many steps."""
+    now, rates, decays, train_step = [0.0], [], [], race.train_step
 
     def step(state, *rest, **options):
         now[0] += took
         nats = train_step(state, *rest, **options)
         rates.append(state.optimizers[0].param_groups[0]["lr"])
+        decays.append(state.optimizers[0].param_groups[0]["weight_decay"])
         return nats
 
     monkeypatch.setattr(race.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(race, "train_step", step)
     monkeypatch.setattr(race, "_step_seconds", lambda *_: 1.0)
     monkeypatch.setattr(race, "PLAN_EVERY", 5)
-    race.race(*[np.zeros((4, 8, 8, 3), np.uint8)] * 2, tiny("modern", 8), seconds=40.0, device="cpu")
+    variant = tiny("modern", 8)
+    race.race(*[np.zeros((4, 8, 8, 3), np.uint8)] * 2, variant, seconds=40.0, device="cpu")
     assert len(rates) == 40 / took and rates[-1] < 0.1 * rates[2] < rates[2]
+    assert decays[-1] * variant.settings["learning_rate"] * len(decays) == pytest.approx(race.TOTAL_DECAY)
 
 
 def test_held_out_images_are_not_trained_on():
