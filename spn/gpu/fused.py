@@ -483,8 +483,8 @@ class FusedDecoder:
         self._reset()
         self._decode_row()
         torch.cuda.synchronize(self.device)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)  # torch keeps its own on one card
+        with torch.cuda.graph(self.graph, stream=stream):
             self._decode_row()
 
     def _reset(self) -> None:

@@ -53,6 +53,7 @@ class JacobiDecoder:
             self.widths.append((self.widths[-1] + 1) // 2)
         self.recordings: dict[int, Recording] = {}
         self.pool = torch.cuda.graph_pool_handle()  # one for all, since they never run at the same time
+        self.stream = torch.cuda.Stream()  # torch's own for this stays on the card of its first use
         self.num_passes = 0.0  # of all slices so far, on average over images
 
     @torch.no_grad()
@@ -99,7 +100,7 @@ class JacobiDecoder:
         )
         self._pass(own)  # what libraries prepare at their first call
         torch.cuda.synchronize()
-        with torch.cuda.graph(own.graph, pool=self.pool):
+        with torch.cuda.graph(own.graph, pool=self.pool, stream=self.stream):
             self._pass(own)
         return own
 
