@@ -14,6 +14,7 @@ stream, G = 6 P channels of a gate: R, G, B, of each tanh and sigmoid.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from itertools import zip_longest
 
@@ -69,10 +70,19 @@ READ = re.compile(
     r"|layers\.\d+\.(norm\.gain|(down|vertical|current|up)\.(weight|bias)|(link|left|cond)\.weight)"
 )
 
+# The settings that are heeded here: a network that departs from the default of any other one is not covered.
+HEEDED = {
+    *("num_layers", "conv_channels", "residual_channels", "num_attn_layers", "num_attn_heads", "attn_head_dim"),
+    *("num_memory_rows", "dropout", "recipe"),
+}
+
 
 def not_covered(model: SPN) -> str | None:
     """Why the fused kernels cannot decode this network; None if they can."""
-    decoder = model.decoder
+    decoder, own = model.decoder, model.config.decoder
+    for field in dataclasses.fields(own):
+        if field.name not in HEEDED and getattr(own, field.name) != field.default:
+            return f"the fused kernels do not know decoder.{field.name}"
     if type(decoder) not in (Decoder, FastDecoder):
         return f"the fused kernels do not know the decoder {type(decoder).__name__}"
     for module in decoder.modules():

@@ -20,6 +20,7 @@ from spn.bitdepth import reduce_depth, split_depth
 from spn.decoding import jacobi
 from spn.decoding.incremental import Draws
 from spn.evaluation import chain_nats
+from spn.gpu import folding
 from spn.gpu.folding import not_covered
 from spn.gpu.training import speed_up
 from spn.model import SPN
@@ -150,7 +151,7 @@ def test_chain_keeps_what_it_is_given(bits, tiny_chain):
         assert not known[name].is_floating_point()
     for (lower, few), (upper, more) in itertools.pairwise(zip(names, bits, strict=True)):
         assert torch.equal(reduce_depth(known[upper], from_bits=more, to_bits=few), known[lower])
-        low = split_depth(known[upper], given_bits=few, num_bits=more - few)[1]
+        low = split_depth(known[upper], num_bits=more - few)[1]
         assert len(low.unique()) > 1
 
 
@@ -350,7 +351,7 @@ def test_fused_is_refused_where_it_cannot_be_and_other_names_are_unknown(tiny_sp
 
 
 @pytest.mark.parametrize("recipe", ["paper", "modern"])
-def test_the_fused_kernels_cover_the_networks_of_both_recipes_and_no_changed_one(recipe, tiny_config):
+def test_the_fused_kernels_cover_the_networks_of_both_recipes_and_no_changed_one(recipe, tiny_config, monkeypatch):
     def network() -> SPN:
         return SPN(tiny_config("depth_upscale", image_size=4, scaling_factor=2, decoder={"recipe": recipe}))
 
@@ -368,3 +369,5 @@ def test_the_fused_kernels_cover_the_networks_of_both_recipes_and_no_changed_one
     more.decoder.layers[1].skip = nn.Linear(2, 2)
     for model, words in ((changed, "Changed"), (part, "ChangedNorm"), (more, r"layers\.1\.skip\.weight")):
         assert re.search(f"(know|read) the decoder('s)? {words}$", not_covered(model))
+    monkeypatch.setattr(folding, "HEEDED", folding.HEEDED - {"num_memory_rows"})  # as if it had come since
+    assert not_covered(network()) == "the fused kernels do not know decoder.num_memory_rows"
