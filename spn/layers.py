@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -146,6 +146,8 @@ def timing_signal(length: int, width: int) -> Tensor:
 
 class SelfAttention(nn.Module):
     """Multi-head dot-product attention without biases; causal: position t reads positions up to and with t."""
+
+    stacked: ClassVar = {"qkv": 3}  # maps that stand one below the other in a weight: each learns by itself
 
     def __init__(self, *, width: int, num_heads: int, causal: bool, dropout: float) -> None:
         super().__init__()

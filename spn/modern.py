@@ -8,6 +8,8 @@ B batch, T positions of a slice in raster order (h * w), D attention width, C em
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,6 +42,8 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 class ModernLayer(nn.Module):
     """Pre-norm residual attention, then a pre-norm residual gated feed-forward layer."""
+
+    stacked: ClassVar = {"qkv": 3, "ffn_in": 2}  # maps that stand one below the other in a weight
 
     def __init__(self, own: DecoderConfig | EmbedderConfig, *, causal: bool) -> None:
         super().__init__()

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from spn.config import TrainConfig
-from spn.layers import ParameterAttention, SelfAttention
-from spn.modern import ModernLayer
 
 
 class TFRMSProp(torch.optim.Optimizer):
@@ -51,8 +49,8 @@ class Muon(torch.optim.Optimizer):
 
     m <- momentum m + (1 - momentum) g;  u = (1 - momentum) g + momentum m
     w <- w (1 - lr weight_decay) - lr sqrt(max(1, rows / columns)) O(u)
-    with O five Newton-Schulz steps towards the nearest orthogonal matrix. A convolution counts as
-    [rows, all else]; `parts` cuts a tensor that holds several maps, one below the other, into as many matrices.
+    with O five Newton-Schulz steps towards the nearest orthogonal matrix. A convolution counts as [rows, all else], a
+    tensor of three axes as a matrix for each head; `parts` cuts one whose maps stand one below the other.
     """
 
     def __init__(
@@ -75,8 +73,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_lerp_(moments, grads, 1 - group["momentum"])
             by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
             for p, update in zip(params, torch._foreach_lerp(grads, moments, group["momentum"]), strict=True):
-                columns = p.shape[-1] if p.ndim == 3 else p[0].numel()
-                update = update.reshape(self.parts.get(p, 1), -1, columns)
+                update = update if p.ndim == 3 else update.reshape(self.parts.get(p, 1), -1, p[0].numel())
                 by_shape.setdefault(tuple(update.shape), []).append((p, update))
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
@@ -120,6 +117,7 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> tuple[torch.optim.
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
         betas = (config.momentum, config.decay)
         return (torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon),)
+    assert config.optimizer == "muon", config.optimizer
     head = {id(p) for name, p in model.named_parameters() if name.startswith("decoder.head.")}
     hidden = [p for p in matrices if id(p) not in head]  # logits are no hidden units: their map learns as embeddings do
     others += [p for p in matrices if id(p) in head]
@@ -139,13 +137,5 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> tuple[torch.optim.
 
 
 def _stacked_maps(model: nn.Module) -> dict[Tensor, int]:
-    """How many matrices stand one below the other in a weight: queries, keys and values; gate and value; memories."""
-    parts: dict[Tensor, int] = {}
-    for module in model.modules():
-        if isinstance(module, SelfAttention | ModernLayer):
-            parts[module.qkv.weight] = 3
-        if isinstance(module, ModernLayer):
-            parts[module.ffn_in.weight] = 2
-        if isinstance(module, ParameterAttention):
-            parts[module.keys] = parts[module.values] = module.num_heads
-    return parts
+    stacked = ((module, getattr(module, "stacked", {})) for module in model.modules())
+    return {module.get_parameter(f"{name}.weight"): maps for module, held in stacked for name, maps in held.items()}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spn.config import TrainConfig
+from spn.config import OPTIMIZERS, TrainConfig
 from spn.optimizers import TFRMSProp, make_optimizers
 from spn.training import TrainState, learning_rate, train_step, update_ema
 from tests.spn.whole_images import logits_of, target_of
@@ -156,7 +156,7 @@ def test_warmup_rises_in_equal_steps_to_the_full_rate(schedule):
 
 def test_train_step_uses_the_rate_of_its_step(network, settings, make_batch):
     """The optimiser is given learning_rate(step before the update), in every parameter group."""
-    for name in ("rmsprop", "adamw"):
+    for name in OPTIMIZERS:
         model = network("baseline", 1)
         config = settings(optimizer=name, lr_boundaries=[1, 3], lr_values=[1e-3, 1e-4], warmup_steps=2)
         state, seen = TrainState.create(model, config), []
