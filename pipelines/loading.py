@@ -132,8 +132,6 @@ def _read(path: Path, shown: str) -> DictConfig:
         if path.parent.name != read.name:
             raise UserError(f"{path.parent} is a run folder of config {read.name!r}: its last part must be that name")
         read.storage = str(path.parent.parent)
-        for section in (read, *read.get("per_stage", {}).values()):  # a setting of earlier versions, which wrote all
-            section.get("train", {}).pop("compile_mode", None)
     return read
 
 
@@ -336,10 +334,9 @@ def _nearest_key(path: str, here: Iterable[str]) -> str:
 
 def _all_keys(cls: type, prefix: str = "") -> Iterator[str]:
     for key, kind in typing.get_type_hints(cls).items():
+        yield f"{prefix}{key}"
         if _is_section(kind):
             yield from _all_keys(kind, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
 
 
 _TEXT = (str, str | None)

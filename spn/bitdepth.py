@@ -14,8 +14,8 @@ def reduce_depth(values: Tensor, *, from_bits: int, to_bits: int) -> Tensor:
     return values >> (from_bits - to_bits)
 
 
-def split_depth(values: Tensor, *, given_bits: int, num_bits: int) -> tuple[Tensor, Tensor]:
-    """Values of given_bits + num_bits bits -> (given high bits, low bits); inverse of join_depth."""
+def split_depth(values: Tensor, *, num_bits: int) -> tuple[Tensor, Tensor]:
+    """Values -> (their high bits, `num_bits` low bits); inverse of join_depth."""
     return values >> num_bits, values & ((1 << num_bits) - 1)
 
 
@@ -34,7 +34,7 @@ def stage_values(image: Tensor, *, stored_bits: int, given_bits: int, num_bits: 
     values = reduce_depth(image, from_bits=stored_bits, to_bits=given_bits + num_bits)
     if given_bits == 0:
         return values, None
-    given, low = split_depth(values, given_bits=given_bits, num_bits=num_bits)
+    given, low = split_depth(values, num_bits=num_bits)
     return low, given
 
 

@@ -19,7 +19,7 @@ def test_splitting_and_joining_are_exact_inverses():
     for (given_bits, num_bits), dtype in itertools.product(splits, (torch.uint8, torch.int64)):
         case = f"{given_bits} given and {num_bits} generated bits, {dtype}"
         values = torch.arange(2 ** (given_bits + num_bits)).to(dtype)
-        given, low = split_depth(values, given_bits=given_bits, num_bits=num_bits)
+        given, low = split_depth(values, num_bits=num_bits)
         assert given.dtype == low.dtype == dtype, case
         assert given.max() == 2**given_bits - 1 and low.max() == 2**num_bits - 1, case
         assert torch.equal(join_depth(given, low, num_bits=num_bits), values), case
@@ -27,7 +27,7 @@ def test_splitting_and_joining_are_exact_inverses():
         pairs = torch.cartesian_prod(torch.arange(2**given_bits), torch.arange(2**num_bits)).to(dtype)
         joined = join_depth(pairs[:, 0], pairs[:, 1], num_bits=num_bits)
         assert joined.unique().numel() == 2 ** (given_bits + num_bits), case
-        again = split_depth(joined, given_bits=given_bits, num_bits=num_bits)
+        again = split_depth(joined, num_bits=num_bits)
         assert torch.equal(torch.stack(again, 1), pairs), case
 
 
@@ -43,7 +43,7 @@ def test_low_depth_image_is_the_most_significant_bits(to_bits):
 def test_one_value_by_hand():
     """0b101_10110 is 5 at three bits, 22 below them."""
     value = torch.tensor([0b10110110], dtype=torch.uint8)
-    high, low = split_depth(value, given_bits=3, num_bits=5)
+    high, low = split_depth(value, num_bits=5)
     assert (high.item(), low.item()) == (0b101, 0b10110)
     assert reduce_depth(value, from_bits=8, to_bits=3).item() == 0b101
 
