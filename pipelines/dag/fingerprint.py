@@ -19,46 +19,46 @@ from pipelines.dag.masking import mask_uris
 from pipelines.dag.node import Node
 
 SCHEMA = 3  # a higher number makes every node run again
-# Reviewed edits that change no result: hash of a module's code now -> hash under which finished outputs know it. An
+# Reviewed edits that change no result: module -> hash of its code now, hash under which finished outputs know it. An
 # entry goes when its module is edited in a way that does change results.
-SAME_RESULTS: dict[str, str] = {
-    "7cdabddb1066144d": "00c6a91bfc5bde18",  # data_prep.build
-    "fd149876c2b78890": "410c7603c7e083eb",  # data_prep.config
-    "951c86bf633906eb": "0167c7c4122c2a78",  # data_prep.ingest
-    "fdf12f96ee65f54b": "435be5d4abadaa34",  # data_prep.parquet
-    "05f80427c670bfaf": "806ecb66135d4605",  # data_prep.plan
-    "247d10163799088c": "3a9afbc0e8d43111",  # data_prep.sources
-    "471f2417bd287777": "4794f7a0ddfea73c",  # data_prep.sources.base
-    "e7f812d327a8f41d": "6af888ca07f3557b",  # data_prep.sources.celebahq
-    "23de949d31466ecd": "687109dd7e6e4785",  # data_prep.sources.cifar10
-    "30015241fc308907": "5c1b2c7e9d2a3c7b",  # data_prep.sources.folder
-    "86ef1b7feb71e626": "28cfed67a62f2ecc",  # data_prep.sources.hf_parquet
-    "6ce9104e28a20c7d": "5ed03b89f28fd1ca",  # data_prep.sources.ilsvrc_folder
-    "d9c1d8c7a7108819": "deb238c996ecf4c3",  # data_prep.sources.ilsvrc_tar
-    "54e57bf8b531c1d9": "f31373ea129fd1a4",  # data_prep.sources.imagenet_box
-    "02654790456e852e": "d7cfc2a6e75897c7",  # data_prep.sources.imagenet_oord
-    "70c8524bce897c1d": "4d05605162d0d5c5",  # data_prep.sources.webdataset
-    "1f0443c881dd4c5c": "06b39e8832071bb3",  # pipelines.loading
-    "a8cc786c7f57284e": "122b6cf6fe801dc5",  # pipelines.nodes.evaluate
-    "481e2eee00f9c525": "64803a3d91dda875",  # pipelines.nodes.histogram
-    "d3fc4985b7728c5a": "f49d6b24ee1a205e",  # pipelines.nodes.images
-    "1fffec43046eee5c": "f9782e973f54d0e5",  # pipelines.nodes.prepare_data
-    "f118b6c9e35900fc": "642253d66de29361",  # pipelines.nodes.sample
-    "99efc5ae258c1fdb": "8a81c3de44809aaf",  # pipelines.nodes.train
-    "51f00d3beac18b33": "d45150094715133a",  # pipelines.nodes.trained
-    "46de99f1965e5c0b": "a458ba45294ab503",  # spn.checkpoint
-    "d89380a979eb66d8": "f4bb1f5d039fe460",  # spn.config
-    "63ac824d080c7f42": "87ddf5e4c0b3bc58",  # spn.decoding.incremental
-    "20702661f05247e5": "6e2ff840702101ab",  # spn.gpu.folding
-    "7fe55c29d254843d": "e708e6dcce1b2810",  # spn.gpu.fused
-    "5a6ac18017cb64da": "58fd0935e9cfb1ef",  # spn.gpu.kernels
-    "71af2c8feb4cb410": "373ef72168f40160",  # spn.gpu.training
-    "c82a2b8b8757eab4": "59001b8749e32e25",  # spn.layers
-    "c87710854712249d": "018ef26db86a07f6",  # spn.model
-    "facf83cb925cc66f": "2c4daf736331a568",  # spn.modern
-    "de413ac009ac67e4": "2d995974c127f105",  # spn.optimizers
-    "1982f996ffaf6dc9": "738eb9406be39231",  # spn.sampling
-    "c126421d0bbb47dc": "c2695a8cdee36f94",  # spn.training
+SAME_RESULTS: dict[str, tuple[str, str]] = {
+    "data_prep.build": ("7cdabddb1066144d", "00c6a91bfc5bde18"),
+    "data_prep.config": ("fd149876c2b78890", "410c7603c7e083eb"),
+    "data_prep.ingest": ("951c86bf633906eb", "0167c7c4122c2a78"),
+    "data_prep.parquet": ("fdf12f96ee65f54b", "435be5d4abadaa34"),
+    "data_prep.plan": ("05f80427c670bfaf", "806ecb66135d4605"),
+    "data_prep.sources": ("247d10163799088c", "3a9afbc0e8d43111"),
+    "data_prep.sources.base": ("471f2417bd287777", "4794f7a0ddfea73c"),
+    "data_prep.sources.celebahq": ("e7f812d327a8f41d", "6af888ca07f3557b"),
+    "data_prep.sources.cifar10": ("23de949d31466ecd", "687109dd7e6e4785"),
+    "data_prep.sources.folder": ("30015241fc308907", "5c1b2c7e9d2a3c7b"),
+    "data_prep.sources.hf_parquet": ("86ef1b7feb71e626", "28cfed67a62f2ecc"),
+    "data_prep.sources.ilsvrc_folder": ("6ce9104e28a20c7d", "5ed03b89f28fd1ca"),
+    "data_prep.sources.ilsvrc_tar": ("d9c1d8c7a7108819", "deb238c996ecf4c3"),
+    "data_prep.sources.imagenet_box": ("54e57bf8b531c1d9", "f31373ea129fd1a4"),
+    "data_prep.sources.imagenet_oord": ("02654790456e852e", "d7cfc2a6e75897c7"),
+    "data_prep.sources.webdataset": ("70c8524bce897c1d", "4d05605162d0d5c5"),
+    "pipelines.nodes.evaluate": ("a8cc786c7f57284e", "122b6cf6fe801dc5"),
+    "pipelines.nodes.histogram": ("481e2eee00f9c525", "64803a3d91dda875"),
+    "pipelines.nodes.images": ("d3fc4985b7728c5a", "f49d6b24ee1a205e"),
+    "pipelines.nodes.prepare_data": ("1fffec43046eee5c", "f9782e973f54d0e5"),
+    "pipelines.nodes.sample": ("f118b6c9e35900fc", "642253d66de29361"),
+    "pipelines.nodes.train": ("99efc5ae258c1fdb", "8a81c3de44809aaf"),
+    "pipelines.nodes.trained": ("51f00d3beac18b33", "d45150094715133a"),
+    "spn.bitdepth": ("81b4a497dec3e73a", "6306faab69520e7f"),
+    "spn.checkpoint": ("46de99f1965e5c0b", "a458ba45294ab503"),
+    "spn.config": ("d89380a979eb66d8", "f4bb1f5d039fe460"),
+    "spn.decoding.incremental": ("63ac824d080c7f42", "87ddf5e4c0b3bc58"),
+    "spn.gpu.folding": ("5004146f1fa02fd2", "6e2ff840702101ab"),
+    "spn.gpu.fused": ("bfc77a31be842766", "e708e6dcce1b2810"),
+    "spn.gpu.kernels": ("5a6ac18017cb64da", "58fd0935e9cfb1ef"),
+    "spn.gpu.training": ("71af2c8feb4cb410", "373ef72168f40160"),
+    "spn.layers": ("9d88e576f5f4d93e", "59001b8749e32e25"),
+    "spn.model": ("c87710854712249d", "018ef26db86a07f6"),
+    "spn.modern": ("e70eed331510494a", "2c4daf736331a568"),
+    "spn.optimizers": ("670abf2c8f45310b", "2d995974c127f105"),
+    "spn.sampling": ("1982f996ffaf6dc9", "738eb9406be39231"),
+    "spn.training": ("c2022a2ee26a1243", "c2695a8cdee36f94"),
 }
 _MAX_CHANGES = 4  # named in an explanation; the rest is counted
 _MAX_CHARS = 200  # of a value in it: one is a whole configuration
@@ -147,13 +147,19 @@ def changed(code: Mapping[str, str], root: Path) -> list[str]:
     return [name for name, known in code.items() if name not in texts or _parsed(texts[name], name)[0] != known]
 
 
+def hash_of(tree: ast.Module) -> str:
+    """16 hex digits, the same whatever comments, docstrings and layout the module has."""
+    return hashlib.sha256(_text(tree).encode()).hexdigest()[:16]
+
+
 @functools.lru_cache(maxsize=1024)
 def _parsed(text: str, module: str) -> tuple[str, tuple[str, ...]]:
     """(hash of the syntax tree, names that it may import) of a module's source text."""
     tree = ast.parse(text)
     imported = (name for each in _imports(tree, module) for name in _with_parents(each))
-    known = hashlib.sha256(_text(tree).encode()).hexdigest()[:16]
-    return SAME_RESULTS.get(known, known), tuple(dict.fromkeys(imported))
+    now, before = SAME_RESULTS.get(module, ("", ""))
+    known = hash_of(tree)
+    return before if known == now else known, tuple(dict.fromkeys(imported))
 
 
 def ingredients(node: Node, *, code: Mapping[str, str], upstream: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -176,6 +182,11 @@ def fingerprint(parts: Mapping[str, Any]) -> str:
 def code_hash(parts: Mapping[str, Any]) -> str:
     """One hash over all modules of the ingredients."""
     return digest(parts["code"])[:16]
+
+
+def distance(old: Mapping[str, Any], new: Mapping[str, Any]) -> int:
+    """In how many settings, modules and contents two sets of ingredients differ."""
+    return len(_differing(flatten(old), flatten(new)))
 
 
 def explain(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

@@ -150,8 +150,9 @@ def decide(node: Node, upstream: Mapping[str, Success], plan: Plan) -> Decision:
         what = "failed" if begun.failed else "was interrupted"
         reason = f"attempt {begun.attempt} {what}; continues it"
         return Decision(node, RUN, reason, attempt=begun.attempt, extends=extends, **facts)
-    latest = next((a for a in past if a.success is not None), None) or next((a for a in past if a.ingredients), None)
-    reason = _damage(store, here) or (fingerprint.explain(latest.ingredients, parts) if latest else "no output yet")
+    known = [a for a in past if a.success is not None] or [a for a in past if a.ingredients][:1]
+    nearest = min(known, key=lambda a: fingerprint.distance(a.ingredients, parts), default=None)  # newest first
+    reason = _damage(store, here) or (fingerprint.explain(nearest.ingredients, parts) if nearest else "no output yet")
     if how and reusable is not None:
         reason = fingerprint.explain(reusable.ingredients, parts)
         reason += f"; extends attempt {reusable.attempt}" if extends else f"; from the beginning, because {how}"

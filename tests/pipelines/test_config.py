@@ -428,6 +428,7 @@ MISTAKES = {
     # what is not there
     ("train.num_step=5",): "unknown key train.num_step; nearest: train.num_steps",
     ("scaling_factor=2", "image_size=16"): "unknown key image_size; nearest: data.image_size",
+    ("decoder.num_layers=2",): "unknown key decoder; nearest: model.decoder or sample.decoder",
     ("lr=1",): "unknown key lr; valid: name, scaling_factor, bits, stages, data, seed, images, image_fit, image_bits, "
     "storage, model, train, per_stage, evaluate, sample, resources, tracking",
     (

@@ -61,6 +61,12 @@ def test_a_config_value_reruns_its_node_and_those_downstream(finished: Store) ->
     assert will_run(decided(finished)) == ()  # both outputs are kept: going back runs nothing
 
 
+def test_the_reason_is_what_differs_from_the_most_similar_output(finished: Store) -> None:
+    """Not from the newest one: that may have been a trial of something else."""
+    carry_out(decided(finished, diamond(left={"config": Toy("trial", place="x"), "function": "toy.nodes:stamp"})))
+    assert decided(finished, diamond(left={"config": Toy("new")}))["left"].reason == "config changed: value left -> new"
+
+
 def test_what_is_not_semantic_reruns_nothing(finished: Store) -> None:
     changes = {
         "config": Toy("left", place="elsewhere"),
