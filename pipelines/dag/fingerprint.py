@@ -19,8 +19,8 @@ from pipelines.dag.masking import mask_uris
 from pipelines.dag.node import Node
 
 SCHEMA = 3  # a higher number makes every node run again
-# Reviewed edits that change no result: module -> hash of its code now, hash under which finished outputs know it. An
-# entry goes when its module is edited in a way that does change results.
+# Reviewed edits that change no result: module -> hash of its code now, hash under which finished outputs know it
+# (MODULE:HASH of one that it was a part of). An entry goes when its module is edited in a way that changes results.
 SAME_RESULTS: dict[str, tuple[str, str]] = {
     "data_prep.build": ("7cdabddb1066144d", "00c6a91bfc5bde18"),
     "data_prep.config": ("fd149876c2b78890", "410c7603c7e083eb"),
@@ -51,8 +51,9 @@ SAME_RESULTS: dict[str, tuple[str, str]] = {
     "spn.decoding.incremental": ("63ac824d080c7f42", "87ddf5e4c0b3bc58"),
     "spn.gpu.folding": ("5004146f1fa02fd2", "6e2ff840702101ab"),
     "spn.gpu.fused": ("bfc77a31be842766", "e708e6dcce1b2810"),
-    "spn.gpu.kernels": ("5a6ac18017cb64da", "58fd0935e9cfb1ef"),
-    "spn.gpu.training": ("71af2c8feb4cb410", "373ef72168f40160"),
+    "spn.gpu.kernels": ("111be0207f861379", "58fd0935e9cfb1ef"),
+    "spn.gpu.tables": ("2cdf17b6f237bdd4", "spn.gpu.kernels:58fd0935e9cfb1ef"),
+    "spn.gpu.training": ("fce1e109c7fda7b5", "373ef72168f40160"),
     "spn.layers": ("9d88e576f5f4d93e", "59001b8749e32e25"),
     "spn.model": ("c87710854712249d", "018ef26db86a07f6"),
     "spn.modern": ("e70eed331510494a", "2c4daf736331a568"),
@@ -137,6 +138,11 @@ def code_hashes(modules: Iterable[str], sources: Sources) -> dict[str, str]:
             continue
         hashes[name], imported = _parsed(file.read_text(encoding="utf-8"), name)
         queue += imported
+    for name, known in list(hashes.items()):
+        whole, moved, known = known.rpartition(":")
+        if moved:
+            del hashes[name]
+            hashes.setdefault(whole, known)
     return dict(sorted(hashes.items()))
 
 
