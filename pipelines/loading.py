@@ -132,6 +132,8 @@ def _read(path: Path, shown: str) -> DictConfig:
         if path.parent.name != read.name:
             raise UserError(f"{path.parent} is a run folder of config {read.name!r}: its last part must be that name")
         read.storage = str(path.parent.parent)
+        for section in (read, *read.get("per_stage", {}).values()):  # a setting of earlier versions, which wrote all
+            section.get("train", {}).pop("compile_mode", None)
     return read
 
 

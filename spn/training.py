@@ -123,8 +123,11 @@ class TrainState:
         """Go on where a checkpoint left off."""
         self.model.load_state_dict(weights)
         self.ema.load_state_dict(ema)
+        saved = trainer["optimizer"]
+        if "0" not in saved:  # a single optimiser as earlier versions saved it
+            saved = {"0": saved}
         for number, optimizer in enumerate(self.optimizers):
-            optimizer.load_state_dict(trainer["optimizer"][str(number)])
+            optimizer.load_state_dict(saved[str(number)])
         self.step = trainer["step"]
         torch.set_rng_state(trainer["rng"])
         if "cuda_rng" in trainer and torch.cuda.is_available():

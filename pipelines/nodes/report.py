@@ -131,7 +131,8 @@ def _curves_section(histories: Mapping[str, Sequence[Mapping[str, float]]]) -> s
     figure = Figure(figsize=(max(10, 3.4 * len(histories)), 3.4), layout="constrained")
     axes = figure.subplots(1, len(histories), squeeze=False)[0]
     for axis, (stage, history) in zip(axes, histories.items(), strict=True):
-        valid = "valid/bits_per_dim/all_slices"  # of the dims of train
+        compared = "valid/bits_per_dim/all_slices"  # of the dims of train; earlier trainings have one score alone
+        valid = compared if compared in history[-1] else "valid/bits_per_dim"
         for metric, style in (("train/bits_per_dim", {"alpha": 0.5, "lw": 1}), (valid, {"marker": "o"})):
             points = [(entry["images_seen"], entry[metric]) for entry in history if metric in entry]
             axis.plot(*zip(*points, strict=True), label=metric.split("/")[0], ms=3, **style)

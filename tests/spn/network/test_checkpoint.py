@@ -73,6 +73,11 @@ def test_round_trip_bit_for_bit(
     for ours, theirs in zip(other.optimizers, state.optimizers, strict=True):
         assert ours.state_dict()["param_groups"] == theirs.state_dict()["param_groups"]
     assert torch.equal(torch.get_rng_state(), random_state)
+    earlier = load_trainer(tmp_path)
+    earlier["optimizer"] = earlier["optimizer"]["0"]  # as a single optimiser was saved before
+    another = TrainState.create(network(stage, scaling_factor, seed=9), settings(optimizer=optimizer))
+    another.load(weights=state.model.state_dict(), ema=state.ema.state_dict(), trainer=earlier)
+    assert_bitwise(snapshot(another), snapshot(state))
 
 
 def test_four_files_of_documented_names(trained, tmp_path):
