@@ -6,12 +6,13 @@ Plain frozen dataclasses that check themselves; every package owns those of its 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -297,6 +298,19 @@ def stage_model_config(config: ExperimentConfig, stage: str) -> SPNConfig:
         decoder=model.decoder,
         embedder=model.embedder if kind in ("size_upscale", "depth_upscale") else None,
     )
+
+
+def stage_train_config(config: ExperimentConfig, stage: str) -> TrainConfig:
+    """The training of one of `stage_names(config)`. What it does not read has its default: a change trains nothing."""
+    train = config.per_stage[stage].train
+    reads = {
+        "adamw_learning_rate": train.optimizer == "muon",
+        "weight_decay": train.optimizer != "rmsprop",
+        "cooldown": train.schedule == "linear",
+        "slices": stage == "first_slice",
+    }
+    unread: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(train) if not reads.get(f.name, True)}
+    return dataclasses.replace(train, **unread)
 
 
 def train_node(stage: str) -> str:

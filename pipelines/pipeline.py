@@ -29,6 +29,7 @@ from pipelines.config import (
     node_names,
     stage_model_config,
     stage_names,
+    stage_train_config,
     train_node,
 )
 from pipelines.dag.fingerprint import Sources, digest, flatten
@@ -139,7 +140,7 @@ def _start_weights(uri: str) -> str:
 
 def _train(config: ExperimentConfig, stage: str, listed: bool) -> Node:
     resources = config.resources.per_node[train_node(stage)]
-    model, train = stage_model_config(config, stage), config.per_stage[stage].train
+    model, train = stage_model_config(config, stage), stage_train_config(config, stage)
     depth = model.num_given_bits + model.num_bits
     stored_bits = min(bits for bits in config.data.bits if bits >= depth)
     samples = None

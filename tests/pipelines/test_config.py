@@ -347,6 +347,12 @@ EFFECTIVE = {  # override -> commands on which it has an effect
     ("resources.use_gpu=true",): ("", "train_size_upscale", "evaluate", "sample"),
     ("per_stage.first_slice.train.num_steps=3",): ("", "evaluate", "sample"),
     ("per_stage.first_slice.model.embedder.num_attn_layers=2",): ("",),  # it has none: only the report shows it
+    ("train.slices=first",): ("", "evaluate", "sample"),
+    ("train.cooldown=0.3",): ("",),
+    ("train.adamw_learning_rate=1",): ("",),
+    ("train.adamw_learning_rate=1", "train.optimizer=muon"): ("", "train_size_upscale", "evaluate", "sample"),
+    ("train.weight_decay=0.1",): ("", "train_size_upscale", "evaluate", "sample"),
+    ("train.weight_decay=0.1", "train.optimizer=rmsprop"): ("",),
     ("tracking.num_sample_images=3",): (),
     ("tracking.num_sample_images=3", "tracking.sample_every_steps=100"): ("", "train_size_upscale"),
     ("sample.seed=3",): ("", "sample"),
