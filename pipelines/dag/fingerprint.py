@@ -19,8 +19,8 @@ from pipelines.dag.masking import mask_uris
 from pipelines.dag.node import Node
 
 SCHEMA = 3  # a higher number makes every node run again
-# Reviewed edits that change no result: module -> hash of its code now, hash under which finished outputs know it
-# (MODULE:HASH of one that it was a part of). An entry goes when its module is edited in a way that changes results.
+# Reviewed edits that change no result: module -> hash of its code now, hash under which finished outputs know it. An
+# entry goes when its module is edited in a way that does change results.
 SAME_RESULTS: dict[str, tuple[str, str]] = {
     "data_prep.build": ("7cdabddb1066144d", "00c6a91bfc5bde18"),
     "data_prep.config": ("fd149876c2b78890", "410c7603c7e083eb"),
@@ -40,25 +40,18 @@ SAME_RESULTS: dict[str, tuple[str, str]] = {
     "data_prep.sources.webdataset": ("70c8524bce897c1d", "4d05605162d0d5c5"),
     "pipelines.nodes.evaluate": ("a8cc786c7f57284e", "122b6cf6fe801dc5"),
     "pipelines.nodes.histogram": ("481e2eee00f9c525", "64803a3d91dda875"),
-    "pipelines.nodes.images": ("d3fc4985b7728c5a", "f49d6b24ee1a205e"),
     "pipelines.nodes.prepare_data": ("1fffec43046eee5c", "f9782e973f54d0e5"),
-    "pipelines.nodes.sample": ("f118b6c9e35900fc", "642253d66de29361"),
     "pipelines.nodes.train": ("99efc5ae258c1fdb", "8a81c3de44809aaf"),
     "pipelines.nodes.trained": ("51f00d3beac18b33", "d45150094715133a"),
     "spn.bitdepth": ("81b4a497dec3e73a", "6306faab69520e7f"),
     "spn.checkpoint": ("46de99f1965e5c0b", "a458ba45294ab503"),
     "spn.config": ("d89380a979eb66d8", "f4bb1f5d039fe460"),
-    "spn.decoding.incremental": ("63ac824d080c7f42", "87ddf5e4c0b3bc58"),
-    "spn.gpu.folding": ("5004146f1fa02fd2", "6e2ff840702101ab"),
-    "spn.gpu.fused": ("bfc77a31be842766", "e708e6dcce1b2810"),
-    "spn.gpu.kernels": ("111be0207f861379", "58fd0935e9cfb1ef"),
-    "spn.gpu.tables": ("2cdf17b6f237bdd4", "spn.gpu.kernels:58fd0935e9cfb1ef"),
-    "spn.gpu.training": ("fce1e109c7fda7b5", "373ef72168f40160"),
+    "spn.gpu.kernels": ("2cdf17b6f237bdd4", "58fd0935e9cfb1ef"),
+    "spn.gpu.training": ("71af2c8feb4cb410", "373ef72168f40160"),
     "spn.layers": ("9d88e576f5f4d93e", "59001b8749e32e25"),
     "spn.model": ("c87710854712249d", "018ef26db86a07f6"),
     "spn.modern": ("e70eed331510494a", "2c4daf736331a568"),
     "spn.optimizers": ("670abf2c8f45310b", "2d995974c127f105"),
-    "spn.sampling": ("1982f996ffaf6dc9", "738eb9406be39231"),
     "spn.training": ("c126421d0bbb47dc", "c2695a8cdee36f94"),
 }
 _MAX_CHANGES = 4  # named in an explanation; the rest is counted
@@ -138,11 +131,6 @@ def code_hashes(modules: Iterable[str], sources: Sources) -> dict[str, str]:
             continue
         hashes[name], imported = _parsed(file.read_text(encoding="utf-8"), name)
         queue += imported
-    for name, known in list(hashes.items()):  # a part counts as the module it came from, which may be there as well
-        whole, moved, known = known.rpartition(":")
-        if moved:
-            del hashes[name]
-            hashes.setdefault(whole, known)
     return dict(sorted(hashes.items()))
 
 

@@ -151,7 +151,7 @@ def decide(node: Node, upstream: Mapping[str, Success], plan: Plan) -> Decision:
         reason = f"attempt {begun.attempt} {what}; continues it"
         return Decision(node, RUN, reason, attempt=begun.attempt, extends=extends, **facts)
     known = [a for a in past if a.success is not None] or [a for a in past if a.ingredients][:1]
-    nearest = min(known, key=lambda a: fingerprint.distance(a.ingredients, parts), default=None)  # newest first
+    nearest = min(known, key=lambda a: fingerprint.distance(a.ingredients, parts), default=None)
     reason = _damage(store, here) or (fingerprint.explain(nearest.ingredients, parts) if nearest else "no output yet")
     if how and reusable is not None:
         reason = fingerprint.explain(reusable.ingredients, parts)

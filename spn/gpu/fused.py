@@ -23,7 +23,7 @@ from spn.modern import STEM_COLUMNS, STEM_ROWS
 with contextlib.suppress(ModuleNotFoundError):  # it comes with torch for GPUs; weights and buffers need none
     import triton
 
-    from spn.gpu import kernels
+    from spn.gpu import sampling_kernels as kernels
 
 EPS = 1e-6  # of every norm in layers.py and modern.py
 LARGE = 128  # images per batch from which tiles are filled

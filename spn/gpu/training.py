@@ -283,9 +283,9 @@ def table_gradient(grad: Tensor, values: Tensor, num_values: int) -> Tensor:
     At least float32.
     """
     if grad.is_cuda and grad.dtype == torch.bfloat16:
-        from spn.gpu import tables  # needs Triton, which only a GPU's torch brings
+        from spn.gpu import kernels  # needs Triton, which only a GPU's torch brings
 
-        return tables.table_gradient(grad, values, num_values)
+        return kernels.table_gradient(grad, values, num_values)
     # Two tiny sides and one of millions: cut into parts, so that every core of the device has one.
     rows = grad.unflatten(0, (math.gcd(len(grad), 512), -1)).transpose(1, 2)  # [parts, 3, rows, units]
     numbers = torch.arange(num_values, device=values.device)

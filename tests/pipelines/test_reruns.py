@@ -87,7 +87,7 @@ CHANGES = {
     "sampler": ("spn/sampling.py", "import torch", "import torch as t", ["sample"]),
     # Imported inside functions.
     "kernels of the sampler": ("spn/gpu/fused.py", "import torch", "import torch as t", ["sample"]),
-    "products of the sampler": ("spn/gpu/kernels.py", "def _tanh(", "def _tanh_(", ["sample"]),
+    "products of the sampler": ("spn/gpu/sampling_kernels.py", "def _tanh(", "def _tanh_(", ["sample"]),
     "fast training": ("spn/gpu/training.py", "def speed_up(", "def speed_up_(", [*TRAINS, "evaluate", "sample"]),
     "resize": ("data_prep/resize.py", "def resize_area(", "def resize_area_(", ["prepare_data"]),
     "reader": ("data_prep/sources/folder.py", "def index(", "def index_(", ["prepare_data"]),

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from pipelines.dag.fingerprint import (
-    SAME_RESULTS,
     Sources,
-    _parsed,
     canonical,
     code_hashes,
     digest,
@@ -153,18 +151,6 @@ def test_meaning_matters(tmp_path: Path, other: str) -> None:
     before = hashes(package(tmp_path, main=CODE))
     after = hashes(package(tmp_path, main=other))
     assert after["toy.main"] != before["toy.main"] and after["toy"] == before["toy"]
-
-
-def test_a_part_that_moved_counts_as_the_module_it_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not where that one is reached itself, nor once the part is edited."""
-    package(tmp_path, main="import toy.part", part="moved = 1\n", whole="left = 1\n")
-    monkeypatch.setitem(SAME_RESULTS, "toy.part", (hashes(tmp_path)["toy.part"], "toy.whole:before"))
-    _parsed.cache_clear()
-    assert hashes(tmp_path)["toy.whole"] == "before" and "toy.part" not in hashes(tmp_path)
-    both = hashes(package(tmp_path, main="import toy.part, toy.whole"))
-    assert both["toy.whole"] == hashes(tmp_path, "toy.whole")["toy.whole"] and "toy.part" not in both
-    assert "toy.part" in hashes(package(tmp_path, part="moved = 2\n"))
-    _parsed.cache_clear()
 
 
 def test_a_module_outside_the_packages_is_refused(tmp_path: Path) -> None:
