@@ -244,6 +244,8 @@ def _to_rgb(image: Image.Image, *, sixteen_bit: bool = False) -> tuple[np.ndarra
     conversions = ["bit_depth_16"] if sixteen_bit else []
     image.load()
     mode = image.mode
+    # An alpha channel, a transparent colour or palette entry: dropped, not composited, as TensorFlow does.
+    conversions += ["alpha_dropped"] if mode in ("LA", "PA", "RGBA", "La", "RGBa") or "transparency" in image.info else []
     if mode.startswith("I;16"):
         # Pillow's own conversion from 16 bits clips in some versions; the high byte is what libpng keeps.
         gray = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
@@ -253,11 +255,9 @@ def _to_rgb(image: Image.Image, *, sixteen_bit: bool = False) -> tuple[np.ndarra
     if mode == "P":
         conversions.append("palette")
         if "transparency" in image.info:
-            image, mode = image.convert("RGBA"), "RGBA"
+            image = image.convert("RGBA")
     if mode in ("1", "L", "LA"):
         conversions.append("gray_to_rgb")
-    if mode in ("LA", "PA", "RGBA", "La", "RGBa"):
-        conversions.append("alpha_dropped")  # dropped, not composited on a background: as TensorFlow does
     if mode == "CMYK":
         conversions.append("cmyk")
     if image.mode != "RGB":

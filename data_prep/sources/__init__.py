@@ -76,6 +76,11 @@ def find(config: DataConfig) -> Source:
     listing = list_files(root_of(config))
     name, used, why = _recognise(listing, config)
     found = layout(name).index(replace(listing, files=tuple(used)), config)
+    first_of = {item.key: item for item in reversed(found.items)}
+    for item in found.items:
+        if item is not (first := first_of[item.key]):
+            found.reject(item, "duplicate_name", f"{first.path} has {item.key} too; the first one is used")
+    found.items = list(first_of.values())
     paths = {file.path for file in used}
     left = [file.path for file in listing.files if file.path not in paths]
     found.skipped += Counter(map(_kind, left)) + Counter(not_a_data_file=listing.num_hidden)

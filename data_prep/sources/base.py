@@ -118,7 +118,6 @@ class Index:
     side: int | None = None  # pixels, where the images are finished ones that must not be resized
     skipped: Counter[str] = field(default_factory=Counter)  # what is left out of the layout's files, by reason
     note: str = ""  # for people: what was chosen among several images of a sample
-    seen: set[str] = field(default_factory=set)  # keys so far, where members of archives may repeat them
 
     def with_images(self, has_images: dict[str, bool]) -> list[str]:
         """Paths of the archives that hold images. The others are left out and named, unless none holds any."""

@@ -72,18 +72,15 @@ def members(
 
 
 def add_member(found: Index, member: Member, item: Item, problem: tuple[str, str] | None = None) -> None:
-    """Puts an image of an archive into the index, or among the rejected: not_a_regular_file, unsafe_path,
-    duplicate_name, or with a problem (reason, message) of the caller's."""
+    """Puts an image of an archive into the index, or among the rejected: not_a_regular_file, unsafe_path, or with a
+    problem (reason, message) of the caller's."""
     if not member.is_regular:
         found.reject(item, "not_a_regular_file", f"{member.name} is a link, a device or a sparse file")
     elif is_unsafe(member.name):
         found.reject(item, "unsafe_path", f"the name {member.name!r} points outside of the archive")
-    elif item.key in found.seen:
-        found.reject(item, "duplicate_name", f"{item.key} occurs more than once; the first one is used")
     elif problem is not None:
         found.reject(item, *problem)
     else:
-        found.seen.add(item.key)
         found.items.append(item)
 
 

@@ -86,7 +86,6 @@ def index(listing: Listing, config: DataConfig) -> Index:
             member = next(iter(sample.members.values()))
         item = Item(sample.key, path, member.size, member.offset, label=sample.label, split=split)
         add_member(found, member, item, problem)
-        found.seen.add(sample.key)  # the first sample counts, used or not
     return found
 
 

@@ -106,6 +106,11 @@ def test_modes_become_rgb() -> None:
         decoded = images.decode(encoded(image, "PNG"), profile="tf")
         assert np.array_equal(decoded.pixels, expected), image.mode
         assert set(conversions) <= set(decoded.conversions)
+        if image.mode != "RGBA":  # a colour is transparent
+            keyed = encoded(image, "PNG", transparency=(0, 1, 2) if image.mode == "RGB" else 0)
+            decoded = images.decode(keyed, profile="tf")
+            assert np.array_equal(decoded.pixels, expected), image.mode
+            assert {*conversions, "alpha_dropped"} <= set(decoded.conversions)
     palette = Image.fromarray(rgb).quantize(16)
     decoded = images.decode(encoded(palette, "PNG"), profile="tf")
     assert np.array_equal(decoded.pixels, np.asarray(palette.convert("RGB"))) and decoded.conversions == ("palette",)

@@ -61,6 +61,21 @@ def test_oord_tars_and_folders_are_the_same_pixels(tmp_path: pathlib.Path, squar
     assert {s: set(p) for s, p in found[True].items()} == {s: set(p) for s, p in found[False].items()}
 
 
+def test_an_image_that_is_there_twice_is_used_once_and_named(tmp_path: pathlib.Path, squares: np.ndarray):
+    """The tars beside the folders that were made from them; the same batches as NumPy archives and as pickles."""
+    for tars in (True, False):
+        write_oord(tmp_path / "oord", squares, tars=tars)
+    write_box(tmp_path / "box", squares, "stored")
+    write_box(tmp_path / "box", squares, "4")
+    for name in ("oord", "box"):
+        found = sources.find(config(tmp_path / name, f"imagenet_{name}-part"))
+        keys = [item.key for item in found.items]
+        assert len(set(keys)) == len(keys) == len(squares)
+        assert sorted(twice.item.key for twice in found.rejected) == keys
+        assert {twice.reason for twice in found.rejected} == {"duplicate_name"}
+        assert {item.path for item in found.items}.isdisjoint(twice.item.path for twice in found.rejected)
+
+
 def test_oord_is_not_resized_and_keeps_its_name(tmp_path: pathlib.Path, squares: np.ndarray, rendered: Callable):
     write_oord(tmp_path / "raw", squares, tars=True)
     with pytest.raises(ValueError, match=r"resolutions is \[32, 16\]; .*must be \[32\]"):
@@ -80,7 +95,7 @@ def planar(squares: np.ndarray) -> np.ndarray:
 
 
 def write_box(root: pathlib.Path, squares: np.ndarray, kind: str) -> None:
-    root.mkdir()
+    root.mkdir(exist_ok=True)
     for name, part, first in (
         ("train_data_batch_1", squares[:3], 1),
         ("train_data_batch_2", squares[3:4], 4),
