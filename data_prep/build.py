@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import pickle
 from collections import Counter
@@ -29,16 +30,16 @@ from data_prep.files import Store, UserError, open_store
 from data_prep.lock import Lock
 from data_prep.parquet import (
     MANIFEST,
+    NAMES,
     QUARANTINE,
     QUARANTINE_SCHEMA,
     Manifest,
     Shard,
-    ShardWriter,
     draws,
     keys_hash,
     pixels,
     read_shard,
-    schema,
+    write_files,
 )
 from data_prep.plan import (
     PIXELS,
@@ -235,32 +236,29 @@ def write_shard(task: dict, *, config: DataConfig, source: tuple[str, str], out:
         text = store.read_bytes(sidecar_path).decode()
         if _is_intact(store, json.loads(text), plan_hash):
             return {"sidecar": text}
-    writer = ShardWriter(
-        store,
-        split=shard.split,
-        index=shard.index,
-        num_shards=shard.num_shards,
-        resolutions=config.resolutions,
-        bits=config.bits,
-        row_group_rows=config.row_group_rows,
-    )
     quarantine, conversions = list[dict](), Counter[str]()
     try:
-        with writer.open(), Reader(*source) as reader:
-            for names, squares in _chunks(config, reader, shard.rows, quarantine):
-                writer.append(names, squares)
-                for flags in names.column("flags").to_pylist():
-                    conversions.update(images.conversions_of(flags))
+        with Reader(*source) as reader:
+            files = write_files(
+                store,
+                _chunks(config, reader, shard.rows, quarantine, conversions),
+                split=shard.split,
+                index=shard.index,
+                num_shards=shard.num_shards,
+                resolutions=config.resolutions,
+                bits=config.bits,
+                row_group_rows=config.row_group_rows,
+            )
     except UnusableSource as error:
         return {"unusable": json.dumps([error.reason, error.message])}
     sidecar = dict(
         plan_hash=plan_hash,
         split=shard.split,
         num_planned=len(shard.rows),
-        num_rows=writer.shards()[0].num_rows,
+        num_rows=files[0].num_rows,
         conversions=dict(sorted(conversions.items())),
         quarantine=quarantine,
-        files=[asdict(written) for written in writer.shards()],
+        files=[asdict(file) for file in files],
     )
     text = json.dumps(sidecar, indent=1) + "\n"
     store.write_text(sidecar_path, text)
@@ -276,13 +274,13 @@ def _is_intact(store: Store, sidecar: dict, plan_hash: str) -> bool:
 
 
 def _chunks(
-    config: DataConfig, reader: Reader, rows: list[Row], quarantine: list[dict]
+    config: DataConfig, reader: Reader, rows: list[Row], quarantine: list[dict], conversions: Counter[str]
 ) -> Iterator[tuple[pa.Table, dict[int, np.ndarray]]]:
     """Rows in plan order as (columns but px, resolution -> pixels), a bounded number at a time, in memory that is used
     again for the next ones.
 
     Inside a chunk items are read in the order of their places in the source, each once for all its tiles. What cannot
-    be used is added to `quarantine`.
+    be used is added to `quarantine`, what was converted is counted in `conversions`.
     """
     bytes_per_row = sum(resolution**2 * 3 for resolution in config.resolutions)
     shared = any(row.top is not None or row.item.block is not None for row in rows)
@@ -291,7 +289,7 @@ def _chunks(
     for begin in range(0, len(rows), rows_per_chunk):
         chunk = rows[begin : begin + rows_per_chunk]
         squares = {resolution: array[: len(chunk)] for resolution, array in memory.items()}
-        facts: dict[int, tuple[int, int, int]] = {}  # place in the chunk: orig_h, orig_w, flags
+        names: dict[int, dict] = {}  # by place in the chunk, of what can be used
         for places in _by_item(chunk):
             item = chunk[places[0]].item
             try:
@@ -302,36 +300,30 @@ def _chunks(
                 quarantine.append(quarantine_record(reader, item, error.reason, error.message))
                 continue
             for place in places:
-                square = _square(config, chunk[place], decoded.pixels)
+                row = chunk[place]
+                square = _square(config, row, decoded.pixels)
                 upscaled = ("upscaled",) if min(square.shape[:2]) < max(config.resolutions) else ()
-                facts[place] = (height, width, images.flags_of(decoded.conversions + upscaled))
+                flags = images.flags_of(decoded.conversions + upscaled)
+                conversions.update(images.conversions_of(flags))
+                names[place] = dict(key=row.key, label=item.label, orig_h=height, orig_w=width, flags=flags)
                 resized = images.resize_squares(square, config.resolutions, profile=config.round_profile)
                 for resolution, array in squares.items():
                     array[place] = resized[resolution]
-        used = sorted(facts)
+        used = sorted(names)
         if len(used) < len(chunk):
             squares = {resolution: array[used] for resolution, array in squares.items()}
-        columns = [
-            [chunk[i].key for i in used],
-            [chunk[i].item.label for i in used],
-            *([facts[i][column] for i in used] for column in range(3)),
-        ]
-        fields = list(schema(config.image_size))[:-1]
-        arrays = [pa.array(values, field.type) for values, field in zip(columns, fields, strict=True)]
-        yield pa.Table.from_arrays(arrays, schema=pa.schema(fields)), squares
+        yield pa.Table.from_pylist([names[place] for place in used], schema=NAMES), squares
 
 
 def _by_item(rows: list[Row]) -> list[list[int]]:
     """Places in `rows`, those of one item together, items in the order of the source's bytes."""
-    places: dict[str, list[int]] = {}
-    for place, row in enumerate(rows):
-        places.setdefault(row.item.key, []).append(place)
 
-    def where(group: list[int]) -> tuple:
-        item = rows[group[0]].item
+    def where(place: int) -> tuple:
+        item = rows[place].item
         return item.path, item.block or 0, item.row or 0, item.offset or 0
 
-    return sorted(places.values(), key=where)
+    by_item = itertools.groupby(sorted(range(len(rows)), key=where), key=where)
+    return [list(places) for _, places in by_item]
 
 
 def _decode(config: DataConfig, reader: Reader, item: Item) -> images.Decoded:

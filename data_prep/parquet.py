@@ -13,7 +13,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"
 QUARANTINE = "quarantine.parquet"
 ROW_GROUP_BYTES = 16_000_000  # of pixels, when the config names no number of rows
 
-_NAMES = pa.schema(
+NAMES = pa.schema(  # all columns but px
     [
         pa.field("key", pa.string(), nullable=False),
         pa.field("label", pa.int32()),  # null where the source has none
@@ -50,7 +50,7 @@ QUARANTINE_SCHEMA = pa.schema(
 
 
 def schema(resolution: int) -> pa.Schema:
-    return _NAMES.append(pa.field("px", pa.binary(resolution * resolution * 3), nullable=False))
+    return NAMES.append(pa.field("px", pa.binary(resolution * resolution * 3), nullable=False))
 
 
 def shard_path(*, resolution: int, bits: int, split: str, index: int, num_shards: int) -> str:
@@ -103,87 +103,73 @@ class Shard:
         return sum(self.row_group_rows)
 
 
-class ShardWriter:
-    """Writes the rows of one shard at every resolution and depth; the files appear when the block of `open` ends."""
+def write_files(
+    store: Store,
+    parts: Iterable[tuple[pa.Table, dict[int, np.ndarray]]],
+    *,
+    split: str,
+    index: int,
+    num_shards: int,
+    resolutions: list[int],
+    bits: list[int],
+    row_group_rows: int | None,
+) -> list[Shard]:
+    """Writes the rows of one shard at every resolution and depth; the files appear when all of them are written.
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        split: str,
-        index: int,
-        num_shards: int,
-        resolutions: list[int],
-        bits: list[int],
-        row_group_rows: int | None,
-    ) -> None:
-        self._store, self._split, self._index, self._bits = store, split, index, bits
-        self._paths = {
-            (r, b): shard_path(resolution=r, bits=b, split=split, index=index, num_shards=num_shards)
-            for r in resolutions
-            for b in bits
-        }
-        self._group_rows = {r: row_group_rows or max(1, ROW_GROUP_BYTES // (r * r * 3)) for r in resolutions}
-        self._pending: dict[int, list[tuple[pa.Table, np.ndarray]]] = {r: [] for r in resolutions}
-        self._row_groups: dict[int, list[int]] = {r: [] for r in resolutions}
-        self._streams: dict[tuple[int, int], HashedStream] = {}
-        self._writers: dict[tuple[int, int], pq.ParquetWriter] = {}
+    A part is (all columns but px, resolution -> (N, R, R, 3) uint8 of 8 bits); the next one may use its memory again.
+    Whole row groups are written straight from a part; only what is left over is copied, to wait for more.
+    """
+    paths = {
+        (r, b): shard_path(resolution=r, bits=b, split=split, index=index, num_shards=num_shards)
+        for r in resolutions
+        for b in bits
+    }
+    group_rows = {r: row_group_rows or max(1, ROW_GROUP_BYTES // (r * r * 3)) for r in resolutions}
+    waiting: dict[int, list[tuple[pa.Table, np.ndarray]]] = {r: [] for r in resolutions}
+    written: dict[int, list[int]] = {r: [] for r in resolutions}  # rows of each row group
+    with store.writing(list(paths.values())) as streams, ExitStack() as stack:
+        writers = {key: stack.enter_context(_writer(streams[path], key[0])) for key, path in paths.items()}
 
-    @contextmanager
-    def open(self) -> Iterator[ShardWriter]:
-        with self._store.writing(list(self._paths.values())) as streams, ExitStack() as stack:
-            for (resolution, bits), path in self._paths.items():
-                writer = pq.ParquetWriter(
-                    streams[path],
-                    schema(resolution),
-                    compression="zstd",
-                    compression_level=1,
-                    use_dictionary=False,
-                    write_page_checksum=True,
-                    write_statistics=["key"],  # of px they would put whole images into the footer
-                )
-                self._streams[resolution, bits] = streams[path]
-                self._writers[resolution, bits] = stack.enter_context(writer)
-            yield self
-            for resolution, pending in self._pending.items():
-                if pending:
-                    self._write_group(resolution, pending)
+        def write_group(resolution: int, rows: list[tuple[pa.Table, np.ndarray]]) -> None:
+            names = pa.concat_tables([part for part, _ in rows]).combine_chunks()
+            array = rows[0][1] if len(rows) == 1 else np.concatenate([part for _, part in rows])
+            field = schema(resolution).field("px")
+            for depth in bits:
+                table = names.append_column(field, pixel_column(low_depth(array, depth)))
+                writers[resolution, depth].write_table(table, row_group_size=table.num_rows)
+            written[resolution].append(len(array))
 
-    def append(self, names: pa.Table, squares: dict[int, np.ndarray]) -> None:
-        """`names`: all columns but px; `squares`: resolution -> (N, R, R, 3) uint8 of 8 bits, free to be reused then.
+        for names, squares in parts:
+            for resolution, array in squares.items():
+                begin = 0
+                while begin < len(array):
+                    wanted = group_rows[resolution] - sum(len(part) for _, part in waiting[resolution])
+                    rows = names.slice(begin, wanted), array[begin : begin + wanted]
+                    begin += wanted
+                    if len(rows[1]) < wanted:
+                        waiting[resolution].append((rows[0], rows[1].copy()))
+                    else:
+                        write_group(resolution, [*waiting[resolution], rows])
+                        waiting[resolution].clear()
+        for resolution, rest in waiting.items():
+            if rest:
+                write_group(resolution, rest)
+    return [
+        Shard(path, split, index, r, b, streams[path].num_bytes, streams[path].sha256, written[r])
+        for (r, b), path in paths.items()
+    ]
 
-        Whole row groups are written straight from `squares`; only what is left over is copied, to wait for more.
-        """
-        for resolution, array in squares.items():
-            pending, begin = self._pending[resolution], 0
-            while begin < len(array):
-                wanted = self._group_rows[resolution] - sum(len(part) for _, part in pending)
-                rows = names.slice(begin, wanted), array[begin : begin + wanted]
-                begin += wanted
-                if len(rows[1]) < wanted:
-                    pending.append((rows[0], rows[1].copy()))
-                else:
-                    self._write_group(resolution, [*pending, rows])
-                    pending.clear()
 
-    def shards(self) -> list[Shard]:
-        """What was written; call it after the block."""
-        found = []
-        for (resolution, bits), stream in self._streams.items():
-            path, groups = self._paths[resolution, bits], self._row_groups[resolution]
-            found.append(
-                Shard(path, self._split, self._index, resolution, bits, stream.num_bytes, stream.sha256, groups)
-            )
-        return found
-
-    def _write_group(self, resolution: int, parts: list[tuple[pa.Table, np.ndarray]]) -> None:
-        names = pa.concat_tables([part for part, _ in parts]).combine_chunks()
-        array = parts[0][1] if len(parts) == 1 else np.concatenate([part for _, part in parts])
-        field = schema(resolution).field("px")
-        for bits in self._bits:
-            table = names.append_column(field, pixel_column(low_depth(array, bits)))
-            self._writers[resolution, bits].write_table(table, row_group_size=table.num_rows)
-        self._row_groups[resolution].append(len(array))
+def _writer(stream: HashedStream, resolution: int) -> pq.ParquetWriter:
+    return pq.ParquetWriter(
+        stream,
+        schema(resolution),
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=False,
+        write_page_checksum=True,
+        write_statistics=["key"],  # of px they would put whole images into the footer
+    )
 
 
 @dataclass(frozen=True)
@@ -235,8 +221,8 @@ class Dataset:
 
     def shards(self, *, resolution: int, bits: int, split: str) -> list[Shard]:
         """In row order. Raises ValueError naming what the dataset has instead."""
-        for name, value in (("resolution", resolution), ("bits", bits)):
-            self._check(name, value, self.manifest.config[{"resolution": "resolutions", "bits": "bits"}[name]])
+        self._check("resolution", resolution, self.manifest.config["resolutions"])
+        self._check("bits", bits, self.manifest.config["bits"])
         self._check("split", split, self.manifest.num_images)
         wanted = [s for s in self.manifest.shards if (s.resolution, s.bits, s.split) == (resolution, bits, split)]
         return sorted(wanted, key=lambda shard: shard.index)

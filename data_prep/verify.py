@@ -19,6 +19,7 @@ from data_prep import images
 from data_prep.config import SPLITS
 from data_prep.files import open_store, printable
 from data_prep.parquet import (
+    NAMES,
     QUARANTINE,
     Dataset,
     Manifest,
@@ -28,7 +29,6 @@ from data_prep.parquet import (
     open_dataset,
     pixels,
     read_shard,
-    schema,
 )
 
 
@@ -88,9 +88,8 @@ def _verify_part(dataset: Dataset, shards: list[Shard]) -> _Part:
         part.problems.append(f"{shards[0].split} {shards[0].index}: the manifest has no file of {resolution=}, {bits=}")
     if part.problems:
         return part
-    names = schema(1).names[:-1]  # all columns but px
     try:
-        first, *others = (read_shard(dataset.uri, shard, columns=names) for shard in shards)
+        first, *others = (read_shard(dataset.uri, shard, columns=NAMES.names) for shard in shards)
         for shard, table in zip(shards[1:], others, strict=True):
             if not table.equals(first):
                 part.problems.append(f"{shard.path}: keys, labels, sizes or flags differ from {shards[0].path}")

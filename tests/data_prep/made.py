@@ -17,14 +17,14 @@ from data_prep import images
 from data_prep.config import DataConfig
 from data_prep.files import Store, open_store
 from data_prep.parquet import (
+    NAMES,
     QUARANTINE,
     QUARANTINE_SCHEMA,
     Dataset,
     Manifest,
-    ShardWriter,
     keys_hash,
     open_dataset,
-    schema,
+    write_files,
 )
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])  # Hugging Face's
@@ -69,10 +69,8 @@ def square_of(data: bytes, side: int = 16, *, dct: str = "tf") -> np.ndarray:
 
 def columns(keys: Sequence[str]) -> pa.Table:
     """A dataset's columns but px: unlabelled gray photos of 60 x 80 pixels."""
-    fields, number = list(schema(1))[:-1], len(keys)
-    values = [keys, [None] * number, [60] * number, [80] * number, [1] * number]
-    arrays = [pa.array(column, field.type) for column, field in zip(values, fields, strict=True)]
-    return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
+    rows = [dict(key=key, label=None, orig_h=60, orig_w=80, flags=1) for key in keys]
+    return pa.Table.from_pylist(rows, schema=NAMES)
 
 
 def dataset(
@@ -94,12 +92,12 @@ def dataset(
             begin, end = (len(found) * i // num_shards for i in (index, index + 1))
             names, whole = columns(list(found)[begin:end]), np.stack(list(found.values())[begin:end])
             options = dict(split=split, index=index, num_shards=num_shards, row_group_rows=row_group_rows)
-            with ShardWriter(store, **options, **settings).open() as writer:
-                for rows in (slice(0, 1), slice(1, None)):  # a row group holds rows of both
-                    steps = {side: resolutions[0] // side for side in resolutions}
-                    squares = {side: whole[rows, ::step, ::step].copy() for side, step in steps.items()}
-                    writer.append(names[rows], squares)
-            shards += writer.shards()
+            steps = {side: resolutions[0] // side for side in resolutions}
+            parts = (
+                (names[rows], {side: whole[rows, ::step, ::step].copy() for side, step in steps.items()})
+                for rows in (slice(0, 1), slice(1, None))  # a row group holds rows of both
+            )
+            shards += write_files(store, parts, **options, **settings)
     bad = dict(key="bad", source="bad", offset=None, size=0, sha256="", reason="empty", message="0 bytes")
     pq.write_table(pa.Table.from_pylist([bad], schema=QUARANTINE_SCHEMA), folder / QUARANTINE)
     manifest = Manifest(

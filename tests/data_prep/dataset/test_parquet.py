@@ -11,7 +11,7 @@ import pytest
 
 from data_prep import parquet
 from data_prep.files import open_store
-from data_prep.parquet import ShardWriter, open_dataset, pixel_column, pixels, schema, shard_path
+from data_prep.parquet import open_dataset, pixel_column, pixels, schema, shard_path, write_files
 
 
 def test_round_trip_at_every_resolution_and_depth(tiny: tuple):
@@ -111,7 +111,6 @@ def test_failure_in_one_file_leaves_none(
 
     monkeypatch.setattr(pq, "ParquetWriter", Full)
     options = dict(split="train", index=0, num_shards=1, resolutions=[8, 4], bits=[3, 8], row_group_rows=10)
-    writer = ShardWriter(open_store(tmp_path / "set"), **options)
-    with pytest.raises(OSError, match="disk full"), writer.open():
-        writer.append(names, squares)
+    with pytest.raises(OSError, match="disk full"):
+        write_files(open_store(tmp_path / "set"), [(names, squares)], **options)
     assert [path for path in (tmp_path / "set").rglob("*") if path.is_file()] == []
