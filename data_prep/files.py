@@ -159,11 +159,8 @@ class Store:
         return f"Store({self.uri!r})"
 
     # Pickled as it is, an S3 filesystem would retry in another way, and keep the endpoint of the machine it comes from.
-    def __getstate__(self) -> str:
-        return self.uri
-
-    def __setstate__(self, uri: str) -> None:
-        self.__dict__.update(open_store(uri).__dict__)
+    def __reduce__(self) -> tuple:
+        return open_store, (self.uri,)
 
     # ---- places ----
 
@@ -238,18 +235,13 @@ class Store:
         with self.filesystem.open_input_stream(self.path(relative)) as stream:
             return stream.read()
 
-    def chunks(self, relative: str) -> Iterator[bytes]:
-        """The file's bytes, a few MiB at a time."""
-        with self.filesystem.open_input_stream(self.path(relative)) as stream:
-            while chunk := stream.read(_CHUNK):
-                yield chunk
-
     @retried
     def sha256(self, relative: str) -> str:
         """Hex digest of a file's content."""
         digest = hashlib.sha256()
-        for chunk in self.chunks(relative):
-            digest.update(chunk)
+        with self.filesystem.open_input_stream(self.path(relative)) as stream:
+            while chunk := stream.read(_CHUNK):
+                digest.update(chunk)
         return digest.hexdigest()
 
     def checksums(self) -> dict[str, dict[str, Any]]:
@@ -272,9 +264,8 @@ class Store:
     @retried
     def download(self, relative: str, target: Path | str) -> None:
         """Copies a file to a local path. Raises FileNotFoundError."""
-        with open(target, "wb") as out:
-            for chunk in self.chunks(relative):
-                out.write(chunk)
+        with self.filesystem.open_input_stream(self.path(relative)) as stream, open(target, "wb") as out:
+            shutil.copyfileobj(stream, out, _CHUNK)
 
     # ---- writing ----
 
@@ -290,8 +281,7 @@ class Store:
 
         def fill(stream: BinaryIO | HashedStream) -> None:
             with open(source, "rb") as reader:
-                while chunk := reader.read(_CHUNK):
-                    stream.write(chunk)
+                shutil.copyfileobj(reader, stream, _CHUNK)
 
         self._put(relative, fill)
 
