@@ -10,6 +10,7 @@ Words: the stream is epoch 0, epoch 1, ... one after another; `position` counts 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -99,29 +100,23 @@ def train_stream(
     shards = dataset.shards(resolution=resolution, bits=bits, split=split)
     groups = tuple((shard, i) for shard in shards for i in range(len(shard.row_group_rows)))
     stream = _Stream(uri, groups, seed)
-    if start_row < 0:
-        raise ValueError(f"start_row is {start_row}; it must be at least 0")
-    if num_rows < 1:
-        raise ValueError(f"num_rows is {num_rows}; it must be at least 1")
-    if rows_per_block is not None and (rows_per_block < 1 or num_rows % rows_per_block):
-        raise ValueError(f"rows_per_block is {rows_per_block}; it must divide num_rows, {num_rows}")
-    bytes_per_row = resolution * resolution * 3
-    task_rows = max(1, _TASK_BYTES // bytes_per_row)
-    cuts = np.array(stream.cut(start_row, start_row + num_rows, task_rows=task_rows, multiple=rows_per_block or 1))
-    num_tasks = len(cuts) - 1
+    multiple = rows_per_block or 1
+    assert start_row >= 0 and num_rows >= 1 and num_rows % multiple == 0, (start_row, num_rows, rows_per_block)
+    task_rows = max(1, _TASK_BYTES // (resolution * resolution * 3))
+    cuts = stream.cut(start_row, start_row + num_rows, task_rows=task_rows, multiple=multiple)
+    spans = [{"begin": begin, "end": end} for begin, end in itertools.pairwise(cuts)]
     # from_items makes its blocks here; reading a range, or Arrow tables, takes tasks of a whole CPU, which a machine
     # whose CPUs the training workers hold does not have. Very many read tasks share a block: each costs memory.
-    numbers = [{"number": number} for number in range(num_tasks)]
-    tasks = ray.data.from_items(numbers, override_num_blocks=min(num_tasks, _MAX_INPUT_BLOCKS))
+    tasks = ray.data.from_items(spans, override_num_blocks=min(len(spans), _MAX_INPUT_BLOCKS))
     tasks.context.enable_progress_bars = False
     tasks.context.execution_options.preserve_order = True
     tasks.context.custom_execution_callback_classes.append(RestBetweenSteps)
     rows = tasks.map_batches(
-        functools.partial(_read_task, stream=stream, cuts=cuts),
+        functools.partial(_read_task, stream=stream),
         batch_size=1,
         batch_format="pyarrow",
         num_cpus=num_cpus_per_task,
-        compute=ray.data.TaskPoolStrategy(size=min(num_read_tasks, num_tasks)),
+        compute=ray.data.TaskPoolStrategy(size=min(num_read_tasks, len(spans))),
     )
     if rows_per_block is not None:
         # Every task returns a multiple of it, so splitting alone, without `strict`, gives blocks of exactly this size.
@@ -132,18 +127,17 @@ def train_stream(
     return rows
 
 
-def _read_task(task: pa.Table, *, stream: _Stream, cuts: np.ndarray) -> pa.Table:
-    """Runs in a Ray task: `task` is one row with the number of the task."""
+def _read_task(task: pa.Table, *, stream: _Stream) -> pa.Table:
+    """Runs in a Ray task: `task` is one row with the positions where it begins and ends."""
 
     @functools.cache  # of a tiny dataset a task may hold many epochs
     def row_group(group: int) -> pa.Table:
         shard, index = stream.row_groups[group]
         return read_shard(stream.uri, shard, row_group=index, columns=["key", "px"]).combine_chunks()
 
-    number = task.column("number")[0].as_py()
-    position, end = int(cuts[number]), int(cuts[number + 1])
-    parts = []
-    for epoch, group, first, last in stream.pieces(position, end):
+    (span,) = task.to_pylist()
+    position, parts = span["begin"], []
+    for epoch, group, first, last in stream.pieces(span["begin"], span["end"]):
         table = row_group(group)
         # + 1: numbers that end in zeros seed the same stream as without them, and the row groups' order has two.
         rows = permutation(table.num_rows, stream.seed, epoch, group + 1)[first:last]

