@@ -51,28 +51,29 @@ def verify(uri: str, *, progress: Callable[[int, int], None] = lambda done, tota
     manifest = dataset.manifest
     quarantine = {QUARANTINE: {"sha256": manifest.quarantine_sha256}}
     problems = [*open_store(uri).problems(quarantine, hashed=True)]
-    parts: dict[str, list[_Part]] = {split: [] for split in manifest.num_images}
+    keys: dict[str, list[str]] = {split: [] for split in manifest.num_images}
+    conversions: Counter[str] = Counter()
     groups: dict[tuple[str, int], list[Shard]] = {}  # files that hold the same rows
     for shard in manifest.shards:
         groups.setdefault((shard.split, shard.index), []).append(shard)
     done, total = 0, sum(manifest.num_images.values())
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         for part in pool.map(lambda name: _verify_part(dataset, groups[name]), sorted(groups)):  # in row order
-            parts[part.split].append(part)
+            keys[part.split] += part.keys
+            conversions += part.conversions
             problems += part.problems
             done += len(part.keys)
             progress(done, total)
     if problems:
         return problems  # what is summed up below would only repeat them
-    for split, found in parts.items():
-        keys, expected = [key for part in found for key in part.keys], manifest.num_images[split]
+    for split, found in keys.items():
+        expected = manifest.num_images[split]
         wrong = {
-            f"{len(keys)} rows, {expected} in the manifest": len(keys) != expected,
-            "a key occurs twice": len(set(keys)) != len(keys),
-            "the keys are not those of the manifest": keys_hash(keys) != manifest.split_hashes[split],
+            f"{len(found)} rows, {expected} in the manifest": len(found) != expected,
+            "a key occurs twice": len(set(found)) != len(found),
+            "the keys are not those of the manifest": keys_hash(found) != manifest.split_hashes[split],
         }
         problems += [f"{split}: {text}" for text, is_so in wrong.items() if is_so]
-    conversions = sum((part.conversions for found in parts.values() for part in found), Counter())
     if dict(sorted(conversions.items())) != manifest.conversions:
         problems.append(f"conversions: the flags say {dict(conversions)}, the manifest {manifest.conversions}")
     return problems
