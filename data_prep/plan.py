@@ -100,11 +100,8 @@ def make_plan(config: DataConfig, source: Source) -> Plan:
         for number, split in enumerate(SPLITS):
             rows: list[Row] = []
             for item in by_split[split]:
-                if config.crop != "tiles":
-                    rows.append(Row(item))
-                    continue
                 try:
-                    rows += _tiles(config, split, item, reader.read(item))
+                    rows += _tiles(config, split, item, reader.read(item)) if config.crop == "tiles" else [Row(item)]
                 except images.UnusableImage as error:
                     quarantine.append(quarantine_record(reader, item, error.reason, error.message))
             shards += _shards(config, split, number, rows)
@@ -140,10 +137,9 @@ def _shards(config: DataConfig, split: str, number: int, rows: list[Row]) -> lis
     else:
         rows = [rows[i] for i in permutation(len(rows), config.seed, number)]
     num_shards = -(-len(rows) // config.rows_per_shard)
-    bounds = [len(rows) * i // num_shards for i in range(num_shards)] + [len(rows)] if num_shards else []
     shards = []
-    for i, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-        part = rows[begin:end]
+    for i in range(num_shards):
+        part = rows[len(rows) * i // num_shards : len(rows) * (i + 1) // num_shards]
         if blocks:
             part = [part[j] for j in permutation(len(part), config.seed, number, 2, i)]
         shards.append(ShardPlan(split, i, num_shards, part))
