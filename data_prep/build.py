@@ -78,7 +78,7 @@ def build(
     `out` that holds another finished dataset, or where another build is at work.
     """
     plan = make_plan(config, sources.find(config))
-    config, store = plan.config, open_store(out)
+    store = open_store(out)
     with Lock(store, file=LOCK, grace_sec=_GRACE_SEC) as lock:
         _prepare_folder(store, plan)
         sidecars: list[dict] = []
@@ -86,15 +86,15 @@ def build(
         total = sum(len(shard.rows) for shard in plan.shards)
         done = 0
         progress(done, total, len(plan.rejected) + len(bad))
-        _check_share(config, plan, store, bad)
-        for sidecar in _run(config, plan, out, num_cpus_per_task):
+        _check_share(plan, store, bad)
+        for sidecar in _run(plan, out, num_cpus_per_task):
             sidecars.append(sidecar)
             bad |= {record["key"]: record for record in sidecar["quarantine"]}
             done += sidecar["num_planned"]
             progress(done, total, len(plan.rejected) + len(bad))
-            _check_share(config, plan, store, bad)
+            _check_share(plan, store, bad)
         _write_quarantine(store, _records(plan, bad))
-        manifest = _manifest(config, plan, store, sidecars, bad)
+        manifest = _manifest(plan, store, sidecars, bad)
         store.remove_temporaries()
         store.write_text("README.md", readme(manifest))
         lock.check()
@@ -118,7 +118,7 @@ def _prepare_folder(store: Store, plan: Plan) -> None:
     store.write_text(_PLAN, json.dumps({"plan_hash": plan.hash}) + "\n")
 
 
-def _run(config: DataConfig, plan: Plan, out: str, num_cpus_per_task: float) -> Iterator[dict]:
+def _run(plan: Plan, out: str, num_cpus_per_task: float) -> Iterator[dict]:
     """Sidecars as their shards finish. Raises UnusableSource."""
     tasks = [{"shard": pickle.dumps(shard)} for shard in plan.shards]
     dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks))
@@ -126,7 +126,7 @@ def _run(config: DataConfig, plan: Plan, out: str, num_cpus_per_task: float) -> 
     dataset.context.execution_options.preserve_order = False
     dataset.context.custom_execution_callback_classes.append(WaitForAutoscaler)
     write = functools.partial(
-        write_shard, config=config, source=(plan.source.name, plan.source.root), out=out, plan_hash=plan.hash
+        write_shard, config=plan.config, source=(plan.source.name, plan.source.root), out=out, plan_hash=plan.hash
     )
     for row in dataset.map(write, num_cpus=num_cpus_per_task).iter_rows():
         if row.get("unusable"):
@@ -134,11 +134,11 @@ def _run(config: DataConfig, plan: Plan, out: str, num_cpus_per_task: float) -> 
         yield json.loads(row["sidecar"])
 
 
-def _check_share(config: DataConfig, plan: Plan, store: Store, bad: dict[str, dict]) -> None:
+def _check_share(plan: Plan, store: Store, bad: dict[str, dict]) -> None:
     """Raises UnusableSource as soon as the share is exceeded, before the rest of a large source is decoded."""
     records = _records(plan, bad)
     num_photos = len(plan.source.items) + len(plan.rejected)
-    allowed = max_quarantine_fraction(config)
+    allowed = max_quarantine_fraction(plan.config)
     if len(records) <= allowed * num_photos:
         return
     _write_quarantine(store, records)  # says which photos, and why
@@ -166,7 +166,8 @@ def _write_quarantine(store: Store, records: list[dict]) -> None:
         pq.write_table(pa.Table.from_pylist(records, schema=QUARANTINE_SCHEMA), streams[QUARANTINE])
 
 
-def _manifest(config: DataConfig, plan: Plan, store: Store, sidecars: list[dict], bad: dict[str, dict]) -> Manifest:
+def _manifest(plan: Plan, store: Store, sidecars: list[dict], bad: dict[str, dict]) -> Manifest:
+    config = plan.config
     assert len(sidecars) == len(plan.shards), f"{len(sidecars)} of {len(plan.shards)} shards came back"
     num_images = dict.fromkeys((s.split for s in plan.shards), 0)
     conversions: Counter = Counter()
