@@ -245,7 +245,8 @@ def _to_rgb(image: Image.Image, *, sixteen_bit: bool = False) -> tuple[np.ndarra
     image.load()
     mode = image.mode
     # An alpha channel, a transparent colour or palette entry: dropped, not composited, as TensorFlow does.
-    conversions += ["alpha_dropped"] if mode in ("LA", "PA", "RGBA", "La", "RGBa") or "transparency" in image.info else []
+    if mode in ("LA", "PA", "RGBA", "La", "RGBa") or "transparency" in image.info:
+        conversions.append("alpha_dropped")
     if mode.startswith("I;16"):
         # Pillow's own conversion from 16 bits clips in some versions; the high byte is what libpng keeps.
         gray = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
