@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import pickle
+import platform
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -52,7 +53,7 @@ from data_prep.plan import (
     refuse_small,
 )
 from data_prep.ray_compat import WaitForAutoscaler
-from data_prep.sources.base import CHW, ENCODED, Item, Reader, UnusableSource
+from data_prep.sources.base import CHW, ENCODED, Item, Reader, Unplannable, UnusableSource
 from data_prep.verify import readme
 
 LOCK = "build.lock"
@@ -69,15 +70,22 @@ def build(
     *,
     out: str,
     progress: Callable[[int, int, int], None],
+    listing_hash: str | None = None,
     num_cpus_per_task: float = 1,
 ) -> Manifest:
     """Builds the dataset in the folder `out` (path or URI) and returns its manifest. Ray must be initialised.
 
     `progress(done, total, quarantined)` is called as shards finish: images done and planned, photos quarantined.
-    Raises Unplannable, UnusableSource (mostly before anything is written; nothing is committed), and UserError for an
-    `out` that holds another finished dataset, or where another build is at work.
+    Raises Unplannable, also for files that are not those of `listing_hash` (sources.identify), UnusableSource (mostly
+    before anything is written; nothing is committed), and UserError for an `out` that holds another finished dataset,
+    or where another build is at work.
     """
-    plan = make_plan(config, sources.find(config))
+    source = sources.find(config)
+    if listing_hash not in (None, source.listing_hash):
+        where = f"root is {source.root!r}; its files, as {platform.node()} sees them,"
+        what = "are not those that the launch listed: start again, or name a folder that all machines share"
+        raise Unplannable(f"{where} {what}")
+    plan = make_plan(config, source)
     store = open_store(out)
     with Lock(store, file=LOCK, grace_sec=_GRACE_SEC) as lock:
         _prepare_folder(store, plan)

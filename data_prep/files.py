@@ -367,6 +367,8 @@ def open_store(uri: str | os.PathLike[str]) -> Store:
     scheme = text.split("://", 1)[0] if "://" in text else ""
     if scheme in ("", "file"):
         path = urllib.parse.unquote(text.removeprefix("file://")) if scheme else text
+        if scheme and not path.startswith("/"):
+            raise UserError(f"{text!r} cannot be opened: a file:// URI has three slashes before a path of this machine")
         path = os.path.abspath(os.path.expanduser(path))
         return Store(path, filesystem=pafs.LocalFileSystem(), base=path)
     if scheme not in ("s3", "gs"):

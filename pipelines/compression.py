@@ -185,7 +185,7 @@ def _images(config: ExperimentConfig, data: Success, store: Store) -> tuple[Sequ
     if not num_test:
         raise UserError(f"split=test: {uri} has no test images")
     keys, values = read_test(uri, config.data.image_size, range(num_test))
-    return keys, low_depth(values, bits)
+    return [posixpath.normpath(key) for key in keys], low_depth(values, bits)  # a tar's members may be ./00000.png
 
 
 def _loaded(networks: Mapping[str, Success], store: Store, device: str) -> dict[str, SPN]:

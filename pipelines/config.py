@@ -217,6 +217,7 @@ class UserImages:
 @dataclass(frozen=True, kw_only=True)
 class PrepareDataNodeConfig:
     data: DataConfig
+    listing_hash: str = field(metadata=NOT_SEMANTIC)  # of the images that the launch found, the node's source
     num_cpus: float = field(metadata=NOT_SEMANTIC)  # per task, that is, per shard
 
 
@@ -336,10 +337,10 @@ def settable_resources(node: str) -> list[str]:
 def broken_rules(config: ExperimentConfig) -> Iterator[str]:
     """A message per broken rule; later rules may rely on earlier ones."""
     c, size = config, config.data.image_size
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", c.name):
-        yield f"name is {c.name!r}; it becomes a folder: letters, digits, '.', '_' and '-' only"
-    if c.seed < 0:
-        yield f"seed is {c.seed}; it must be at least 0"
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,99}", c.name):
+        yield f"name is {c.name!r}; it becomes a folder: at most 100 letters, digits, '.', '_' and '-'"
+    if not 0 <= c.seed < 2**63:
+        yield f"seed is {c.seed}; it must be at least 0 and below 2**63"
     if c.image_bits is not None and not 1 <= c.image_bits <= 8:
         yield f"image_bits is {c.image_bits}; it must be from 1 to 8, or null"
     if c.image_fit not in ("data", "exact"):

@@ -144,6 +144,9 @@ def _parse(override: str) -> DictConfig:
         raise UserError(f"cannot read {override!r} on the command line: it must be key.sub=value{hint}")
     try:
         override.encode()  # bytes of the command line that are no UTF-8 fail here
+        if _kind(key) in (int, int | None) and re.fullmatch(r"[-+]?0[\d_]+|.*:.*", text):
+            what = "YAML would read another number; write it without leading zeros and colons"
+            raise UserError(f"cannot read the value of {override!r} on the command line: {what}")
         if _kind(key) not in _TEXT:
             return OmegaConf.from_dotlist([override])
         layer = OmegaConf.create()

@@ -113,11 +113,13 @@ def _listing(data: DataConfig) -> tuple[str, str]:
 
 
 def _prepare_data(config: ExperimentConfig, reader: str, source: str) -> Node:
-    resources = config.resources.per_node["prepare_data"]
+    resources, data = config.resources.per_node["prepare_data"], config.data
+    if source and data.root is not None:  # a task has a working directory of its own
+        data = dataclasses.replace(data, root=open_store(data.root).uri)
     return Node(
         name="prepare_data",
         function="pipelines.nodes.prepare_data:run",
-        config=PrepareDataNodeConfig(data=config.data, num_cpus=resources.cpus_per_worker),
+        config=PrepareDataNodeConfig(data=data, listing_hash=source, num_cpus=resources.cpus_per_worker),
         modules=(reader,) if reader else (),  # readers of other sources do not count
         source=source,
         **_runs_on(resources),  # a whole CPU per shard: two at a time on a core are slower
@@ -153,6 +155,9 @@ def _train(config: ExperimentConfig, stage: str, listed: bool) -> Node:
             first_given="first_slice" in stage_names(config),
             seed=config.sample.seed,
         )
+    init_from, source = train.init_from, ""
+    if listed and init_from is not None:
+        source, init_from = _start_weights(init_from), open_store(init_from).uri  # absolute, as data.root
     node = _runs_on(resources)
     node["cost"]["CPU"] += INGEST_CPUS
     return Node(
@@ -167,7 +172,7 @@ def _train(config: ExperimentConfig, stage: str, listed: bool) -> Node:
             stage=stage,
             model=model,
             train=dataclasses.replace(train, init_from=None),
-            init_from=train.init_from,
+            init_from=init_from,
             stored_bits=stored_bits,
             seed=config.seed,
             valid_seed=config.data.seed,
@@ -176,7 +181,7 @@ def _train(config: ExperimentConfig, stage: str, listed: bool) -> Node:
             samples=samples,
         ),
         reuse=_finished_training,
-        source=_start_weights(train.init_from) if listed and train.init_from is not None else "",
+        source=source,
         tags={"stage": stage},
         **node,
     )

@@ -8,6 +8,7 @@ import json
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -295,7 +296,11 @@ def check_photos(config: ExperimentConfig) -> None:
 def nodes_of(config: ExperimentConfig, store: Store, *, images: UserImages | None = None) -> list[Node]:
     """The config's nodes. A run folder whose photos are gone since does with the dataset that it has."""
     made_from, now = _roots(store, config)
-    return pipeline.nodes(config, images=images, may_be_gone=made_from == now)
+    nodes = pipeline.nodes(config, images=images, may_be_gone=made_from == now)
+    if (root := config.data.root) is not None and store.is_local:
+        if Path(store.uri).is_relative_to(open_store(root).uri):
+            raise UserError(f"storage: {store.uri} is below data.root, {root}; its pictures would be taken for photos")
+    return nodes
 
 
 def _roots(store: Store, config: ExperimentConfig) -> tuple[str | None, str]:

@@ -200,7 +200,7 @@ class TrainConfig:
             raise ValueError(f"lr_boundaries is {list(self.lr_boundaries)}; it holds steps of a piecewise schedule")
         if not 0 < self.cooldown <= 1:
             raise ValueError(f"cooldown is {self.cooldown}; it must be above 0 and at most 1")
-        if self.grad_clip is not None and self.grad_clip <= 0:
+        if self.grad_clip is not None and not self.grad_clip > 0:
             raise ValueError(f"grad_clip is {self.grad_clip}; it must be above 0, or null")
         if self.checkpoint_every_steps % self.eval_every_steps:
             raise ValueError(

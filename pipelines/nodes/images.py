@@ -42,6 +42,7 @@ from spn.config import SPNConfig
 FOLDER, RECORD, GRID, CSV = "user_images", "record.json", "grid.png", "scores.csv"
 NUM_SHOWN = 16  # images in the grid, with all their draws
 MOST_NAMED = 3  # images that cannot be used; the rest is counted
+MOST_NAME_BYTES = 200  # of 255, with the folders: those of its draws are longer
 NOT_RGB = {  # conversions that a dataset would flag, and that nobody should find in an exact result
     "bit_depth_16": "has 16 bits per channel",
     "gray_to_rgb": "is grayscale",
@@ -266,6 +267,8 @@ def _names(keys: tuple[str, ...]) -> tuple[str, ...]:
     names: dict[str, str] = {}
     for key in keys:
         name = posixpath.splitext(key)[0].replace("/", "_")
+        if len(name.encode()) > MOST_NAME_BYTES:
+            raise UserError(f"images: {key} has a name of more than {MOST_NAME_BYTES} bytes; rename it")
         if name in names:
             raise UserError(f"images: {names[name]} and {key} would both be called {name}; rename one")
         names[name] = key

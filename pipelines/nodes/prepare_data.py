@@ -25,7 +25,13 @@ def run(context: NodeContext[PrepareDataNodeConfig]) -> NodeResult:
 
     out = join(context.out, FOLDER)
     try:
-        manifest = build(config.data, out=out, progress=report, num_cpus_per_task=config.num_cpus)
+        manifest = build(
+            config.data,
+            out=out,
+            progress=report,
+            listing_hash=config.listing_hash,
+            num_cpus_per_task=config.num_cpus,
+        )
     except UnusableSource as error:
         raise UserError(f"data.root: {error}") from error
     except Unplannable as error:

@@ -316,7 +316,7 @@ DECIDES_NOTHING = {  # an addition lets changed results be skipped, so it needs 
     DecoderConfig: set(),
     EmbedderConfig: set(),
     DataConfig: {"root", "max_quarantine_fraction"},
-    PrepareDataNodeConfig: {"num_cpus"},
+    PrepareDataNodeConfig: {"num_cpus", "listing_hash"},
     TrainNodeConfig: RESOURCES | {"samples", "init_from"},
     SampleNodeConfig: RESOURCES | {"images"},
     EvaluateNodeConfig: RESOURCES | {"images"},
@@ -498,8 +498,9 @@ MISTAKES = {
     ("sample.decoder=fused",): "sample.decoder is 'fused', which needs a GPU; set resources.use_gpu=true, or "
     "sample.decoder=auto",
     ("image_bits=3",): "image_bits is 3, but images is not set; images=FILE says which images",
-    ("seed=-1",): "seed is -1; it must be at least 0",
-    ("name=a/b",): "name is 'a/b'; it becomes a folder: letters, digits, '.', '_' and '-' only",
+    ("seed=-1",): "seed is -1; it must be at least 0 and below 2**63",
+    (f"seed={2**63}",): f"seed is {2**63}; it must be at least 0 and below 2**63",
+    ("name=a/b",): "name is 'a/b'; it becomes a folder: at most 100 letters, digits, '.', '_' and '-'",
     # fields against each other
     (
         "data.resolutions=[15]",
@@ -605,6 +606,9 @@ def test_override_that_is_a_config() -> None:
 
 def test_override_whose_value_is_no_yaml() -> None:
     assert error_of("debug", "bits=[3").startswith("cannot read the value of 'bits=[3' on the command line: ")
+    for value in ("010", "1:30"):  # 8 and 90 in YAML 1.1
+        where = f"cannot read the value of 'train.num_steps={value}' on the command line: "
+        assert error_of("debug", f"train.num_steps={value}").startswith(where)
 
 
 # ---- storage --------------------------------------------------------------------------------------------------------

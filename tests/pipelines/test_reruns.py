@@ -210,6 +210,15 @@ def test_weights_to_start_from_count_by_their_contents(tmp_path: Path) -> None:
     assert canonical(pipeline.nodes(load("debug"))[1].config) == first[1], "nothing else tells"
 
 
+def test_relative_paths_are_those_of_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node's task may have another working directory."""
+    (tmp_path / "photos").symlink_to(ROOT / "data_prep/demo_photos")
+    monkeypatch.chdir(tmp_path)
+    prepare, train, *_ = pipeline.nodes(load("debug", ["data.root=photos", "train.init_from=start"]))
+    assert prepare.config.data.root == str(tmp_path / "photos") and prepare.config.listing_hash == prepare.source
+    assert train.config.init_from == str(tmp_path / "start")
+
+
 def test_code_that_counts_as_an_earlier_one_is_in_use() -> None:
     for module, (now, _) in fingerprint.SAME_RESULTS.items():
         file = fingerprint._source(module, root=ROOT)

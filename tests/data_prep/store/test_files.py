@@ -176,6 +176,7 @@ def test_options_of_a_uri_stay_at_its_end() -> None:
     assert open_store(store.uri_of("a")).path() == "bucket/run/a"
 
 
-def test_unknown_scheme_is_the_users_mistake() -> None:
-    with pytest.raises(UserError, match="ftp"):
-        open_store("ftp://host/x")
+@pytest.mark.parametrize("uri", ["ftp://host/x", "file://host/x"])
+def test_places_that_cannot_be_opened_are_the_users_mistake(uri: str) -> None:
+    with pytest.raises(UserError, match=f"'{uri}' cannot be opened"):
+        open_store(uri)

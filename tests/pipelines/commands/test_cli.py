@@ -172,6 +172,14 @@ def test_forgotten_overrides_never_bring_other_photos_into_a_run_folder(
         assert command("full_multidim.py", look, f"data.root={meant}")[0] == 0
 
 
+def test_a_run_folder_among_the_photos_is_refused(command: Command, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "data_prep/demo_photos", tmp_path / "photos")
+    code, _, err = command("full_multidim.py", f"data.root={tmp_path}")
+    folder = tmp_path / "runs/debug"
+    assert code == 2
+    assert err == (f"error: storage: {folder} is below data.root, {tmp_path}; its pictures would be taken for photos\n")
+
+
 def test_photos_that_are_gone_are_not_missed_once_the_dataset_is_built(command: Command, tmp_path: Path) -> None:
     photos, store = tmp_path / "photos", open_store(tmp_path / "runs/debug")
     shutil.copytree(ROOT / "data_prep/demo_photos", photos)

@@ -33,7 +33,8 @@ from tests.data_prep import made
 SIDE = 4
 DEBUG = ["data.image_size=4", "data.resolutions=[4]", "sample.batch_size=2"]
 RANDOM = np.random.default_rng(0).integers(256, size=(3, SIDE, SIDE, 3), dtype=np.uint8)
-TEST = {"b#0": RANDOM[0], "c/d.jpg": np.zeros_like(RANDOM[0]), "e.png": RANDOM[1]}
+TEST = {"b#0": RANDOM[0], "c/./d.jpg": np.zeros_like(RANDOM[0]), "e.png": RANDOM[1]}
+NAMES = ["b#0.png", "c/d.jpg.png", "e.png"]  # of the files that come back
 
 
 def dataset(folder: Path) -> dict[str, bytes]:
@@ -101,8 +102,8 @@ def test_the_test_split_comes_back_under_its_names(call, coded: bytes, tmp_path:
     code, out, err = call("decompress.py", tmp_path / "file", f"out={tmp_path / 'out'}")
     assert (code, err) == (0, "") and out.endswith(f"3 of 3 images are in {tmp_path / 'out'}\n")
     found = pictures(tmp_path / "out")
-    assert found.keys() == {"b#0.png", "c/d.jpg.png", "e.png"}
-    assert all(np.array_equal(found[name], image) for name, image in zip(sorted(found), TEST.values(), strict=True))
+    assert sorted(found) == NAMES
+    assert all(np.array_equal(found[name], image) for name, image in zip(NAMES, TEST.values(), strict=True))
 
 
 SYSTEMS = {
@@ -168,15 +169,15 @@ def test_what_is_whole_of_a_damaged_file_is_decoded_and_the_rest_named(call, cod
     for name, data, lost in (
         ("flipped", bytes(flipped), ["c/d.jpg.png"]),
         ("cut", coded[:-1], ["e.png"]),
-        ("half", coded[: first + 6], ["b#0.png", "c/d.jpg.png", "e.png"]),
+        ("half", coded[: first + 6], NAMES),
     ):
         (tmp_path / name).write_bytes(data)
         code, out, err = call("decompress.py", tmp_path / name, f"out={tmp_path / 'of'}-{name}")
         assert err.startswith(f"error: {tmp_path / name} is damaged, or was coded by other code (git commit ")
         assert err.count("\n") == 1 and f"\n{3 - len(lost)} of 3 images are in " in out
         found = pictures(tmp_path / f"of-{name}")
-        kept = {n: TEST[n if n in TEST else n.removesuffix(".png")] for n in found}
-        assert len(found) == 3 - len(lost) and all(np.array_equal(found[n], image) for n, image in kept.items())
+        assert sorted(found) == [name for name in NAMES if name not in lost]
+        assert all(np.array_equal(found[n], image) for n, image in zip(NAMES, TEST.values(), strict=True) if n in found)
 
 
 def test_no_flipped_bit_of_the_beginning_passes(coded: bytes) -> None:

@@ -340,6 +340,12 @@ def test_dark_images_and_low_bit_files_are_not_confused(tmp_path):
     assert not images.for_sampling(config(black, "sample.use=depth_upscale")).values.any()
 
 
+def test_a_name_too_long_for_the_files_of_its_draws_is_refused(tmp_path):
+    save(tmp_path / f"{'x' * 240}.png", photo(16))
+    with pytest.raises(UserError, match="x.png has a name of more than 200 bytes; rename it"):
+        images.for_sampling(config(tmp_path, "sample.use=depth_upscale"))
+
+
 def test_two_files_of_one_name_are_refused(tmp_path):
     save(tmp_path / "a.png", photo(16))
     save(tmp_path / "a.bmp", photo(16))

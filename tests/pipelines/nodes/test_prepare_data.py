@@ -16,6 +16,7 @@ from toy.context import context
 
 from data_prep.config import DataConfig
 from data_prep.files import UserError, open_store
+from data_prep.sources import identify
 from pipelines.config import PrepareDataNodeConfig
 from pipelines.dag.node import NodeContext
 from pipelines.dag.task import Task, execute
@@ -52,7 +53,8 @@ CASES: dict[str, tuple[Callable[[Path], None], dict, str]] = {
 def context_of(folder: Path, **changes: object) -> NodeContext:
     """Of a build of the photos in folder/raw."""
     data = dataclasses.replace(GOOD, root=str(folder / "raw"), **changes)
-    return context("prepare_data", PrepareDataNodeConfig(data=data, num_cpus=1.0), folder / "out")
+    config = PrepareDataNodeConfig(data=data, listing_hash=identify(data)[1], num_cpus=1.0)
+    return context("prepare_data", config, folder / "out")
 
 
 @pytest.mark.parametrize(("make", "changes", "message"), CASES.values(), ids=CASES)
@@ -71,6 +73,16 @@ def test_an_unusable_source_is_reported_in_one_line(
     assert outcome.is_user_error and outcome.error == str(mistake.value) and not outcome.is_fault
 
 
+def test_other_photos_than_those_of_the_launch_are_refused(tmp_path: Path) -> None:
+    """On another machine, or changed since: the fingerprint is that of the photos that the launch listed."""
+    (tmp_path / "raw").mkdir()
+    photos(tmp_path / "raw")
+    made = context_of(tmp_path)
+    photos(tmp_path / "raw", 5)
+    with pytest.raises(UserError, match=r"^data.root is .* are not those that the launch listed: start again, or "):
+        prepare_data.run(made)
+
+
 @pytest.mark.parametrize(
     ("error", "lost"), [(ValueError("a bug"), False), (OSError(errno.EIO, "Input/output error"), True)], ids=str
 )
@@ -84,7 +96,7 @@ def test_other_errors_are_not_reported_as_the_users(
 
     (tmp_path / "raw").mkdir()
     photos(tmp_path / "raw")
-    monkeypatch.setattr("data_prep.sources.base.open_store" if lost else "data_prep.build.make_plan", fails)
     task = Task(open_store(tmp_path), "pipelines.nodes.prepare_data:run", context_of(tmp_path), {}, "unknown")
+    monkeypatch.setattr("data_prep.sources.base.open_store" if lost else "data_prep.build.make_plan", fails)
     outcome = execute(task)
     assert (outcome.is_user_error, outcome.is_fault) == (False, lost) and str(error) in outcome.error

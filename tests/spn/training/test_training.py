@@ -248,6 +248,7 @@ def test_fit_hands_out_nothing_after_wrong_numbers(network, settings, batches_fr
         ({"lr_boundaries": [-3], "lr_values": [1.0]}, ["lr_boundaries", "[-3]"]),
         ({"lr_boundaries": [3], "lr_values": [1.0], "schedule": "cosine"}, ["lr_boundaries", "piecewise"]),
         ({"grad_clip": 0.0}, ["grad_clip", "0.0", "null"]),
+        ({"grad_clip": float("nan")}, ["grad_clip", "nan", "null"]),
         (
             {"eval_every_steps": 200, "checkpoint_every_steps": 300},
             ["checkpoint_every_steps", "300", "eval_every_steps", "200"],
