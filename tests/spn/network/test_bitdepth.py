@@ -40,14 +40,6 @@ def test_low_depth_image_is_the_most_significant_bits(to_bits):
     assert reduced.tolist() == [v // 2 ** (8 - to_bits) for v in range(256)]
 
 
-def test_one_value_by_hand():
-    """0b101_10110 is 5 at three bits, 22 below them."""
-    value = torch.tensor([0b10110110], dtype=torch.uint8)
-    high, low = split_depth(value, num_bits=5)
-    assert (high.item(), low.item()) == (0b101, 0b10110)
-    assert reduce_depth(value, from_bits=8, to_bits=3).item() == 0b101
-
-
 @pytest.mark.parametrize(
     ("stored_bits", "bits"),
     [(8, [8]), (8, [3]), (3, [3]), (8, [3, 8]), (8, [1, 3, 8]), (8, [1, 2, 3]), (3, [1, 2, 3]), (8, list(range(1, 9)))],
