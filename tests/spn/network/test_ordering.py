@@ -52,29 +52,10 @@ def test_a_4x4_image_by_hand():
         assert torch.equal(slices[0, :, channel], by_hand)
 
 
-def test_a_slice_is_every_nth_pixel():
-    """slice[i * S + j] = image[..., i::S, j::S], rows and columns not mixed up."""
-    image = torch.arange(2 * 3 * 6 * 9).view(2, 3, 6, 9)
-    slices = image_to_slices(image, 3)
-    for i in range(3):
-        for j in range(3):
-            assert torch.equal(slices[:, i * 3 + j], image[..., i::3, j::3])
-
-
 @pytest.mark.parametrize(("height", "width"), [(6, 8), (8, 6), (7, 7)])
 def test_an_image_that_the_factor_does_not_divide_is_refused(height, width):
     with pytest.raises(ValueError, match=f"{height}x{width}.*scaling_factor 4"):
         image_to_slices(torch.zeros(1, 3, height, width), 4)
-
-
-@pytest.mark.parametrize("scaling_factor", [1, 2, 3, 4, 8])
-def test_slots_hold_exactly_the_earlier_slices(scaling_factor):
-    """For each target every earlier slice once, no later one, not the target itself; the rest is padding."""
-    num_slices = scaling_factor**2
-    sources = slot_sources(scaling_factor)
-    assert sources.shape == (num_slices, 2 * scaling_factor * (scaling_factor - 1))
-    for target, row in enumerate(sources.tolist()):
-        assert sorted(s for s in row if s != num_slices) == list(range(target))
 
 
 def test_slots_of_two_by_two_by_hand():
