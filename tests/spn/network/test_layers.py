@@ -21,7 +21,6 @@ from spn.layers import (
     SelfAttention,
     TransformerLayer,
     channel_groups,
-    rgb_mask,
     timing_signal,
 )
 from spn.model import AttentionStack
@@ -47,13 +46,6 @@ def test_channel_groups_are_contiguous_and_even(num_channels):
     sizes = groups.bincount(minlength=3)
     assert sizes.max() - sizes.min() <= 1
     assert torch.equal(sizes, sizes.sort(descending=True).values), "R first: saved weights depend on it"
-
-
-def test_rgb_masks_by_hand():
-    """Mask A: R nothing, G R, B R and G. Mask B: and the own colour too. Rows are outputs."""
-    groups = torch.arange(3)
-    assert rgb_mask(groups, groups, strict=True).int().tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
-    assert rgb_mask(groups, groups, strict=False).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
 
 
 @pytest.mark.parametrize("strict", [True, False])
