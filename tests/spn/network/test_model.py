@@ -117,18 +117,6 @@ def test_the_embedder_is_equivariant(seed, tiny_spn, random_values):
 # ---- logits and loss ----------------------------------------------------------------------------------------------
 
 
-def test_a_batch_does_not_mix_images(tiny_spn, random_values):
-    """Each image with its own target alone gives what the batch gives."""
-    model = tiny_spn("depth_upscale", seed=0, image_size=4, scaling_factor=2, num_bits=2, num_given_bits=2)
-    image, given = random_values(0, 2, 6, 3, 4, 4), random_values(1, 2, 6, 3, 4, 4)
-    index = torch.tensor([3, 0, 2, 1, 0, 3])
-    with torch.no_grad():
-        batch = logits_of(model, image, index, given)
-        for b in range(6):
-            single = logits_of(model, image[b : b + 1], index[b : b + 1], given[b : b + 1])[0]
-            torch.testing.assert_close(single, batch[b], rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_nll_is_the_sum_of_log_probabilities(dtype, random_values):
     """Per image, over R, G, B and all positions; in float32 whatever the logits' type, in float64 if they are."""
