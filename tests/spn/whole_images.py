@@ -1,4 +1,4 @@
-"""A network's functions on whole images, which they are given in slices."""
+"""A network's functions on whole images, which they are given in slices; and every image of a tiny size."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from torch import Tensor
 from spn.decoding.incremental import Draws, decode_slice, prepare
 from spn.model import SPN
 from spn.ordering import image_to_slices, target_slices
+
+
+def all_images(num_bits: int, height: int, width: int) -> Tensor:
+    """[V ** dims, 3, H, W]: every image there is. The first value counts ones in an image's number, the next one V."""
+    dims = 3 * height * width
+    number = torch.arange(2 ** (num_bits * dims))[:, None]
+    values = number >> (num_bits * torch.arange(dims)) & (2**num_bits - 1)
+    return values.view(-1, 3, height, width)
 
 
 def _slices(model: SPN, image: Tensor | None) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spn.bitdepth import join_depth
 from spn.model import SPN, nll_nats
-from tests.spn.whole_images import logits_of, target_of
+from tests.spn.whole_images import all_images, logits_of, target_of
 
 SUM_TO_ONE = 1e-9
 BROKEN = 1e-4  # a sum further from 1 than this is noticed beyond doubt
@@ -24,16 +24,6 @@ RECIPES = {
     "paper": {},
     "modern": {part: dict(recipe="modern", num_memory_rows=10) for part in ("decoder", "embedder")},
 }
-
-
-def all_values(num_bits: int, num_dims: int) -> Tensor:
-    """[V ** num_dims, num_dims]: every combination of values."""
-    number = torch.arange(2 ** (num_bits * num_dims))[:, None]
-    return number >> (num_bits * torch.arange(num_dims)) & (2**num_bits - 1)
-
-
-def all_images(num_bits: int, height: int, width: int) -> Tensor:
-    return all_values(num_bits, 3 * height * width).view(-1, 3, height, width)
 
 
 @torch.no_grad()
@@ -53,50 +43,37 @@ def total_probability(model: SPN, image: Tensor, slices: range, given: Tensor | 
 # ---- all images of a stage ----------------------------------------------------------------------------------------
 
 
-def baseline(tiny_spn, seed: int, recipe: str = "paper") -> SPN:
-    return tiny_spn("baseline", seed=seed, image_size=2, scaling_factor=1, num_bits=1, **RECIPES[recipe])
+FACTORS = {"baseline": 1, "size_upscale": 2}  # 2: four slices of one pixel, each given the ones before
+
+
+def stage_network(tiny_spn, stage: str, seed: int, recipe: str) -> SPN:
+    return tiny_spn(stage, seed=seed, image_size=2, scaling_factor=FACTORS[stage], num_bits=1, **RECIPES[recipe])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_all_images_of_the_baseline_sum_to_one(seed, recipe, tiny_spn):
+@pytest.mark.parametrize("stage", FACTORS)
+def test_all_images_of_a_stage_sum_to_one(stage, seed, recipe, tiny_spn):
     """4,096 images of 2x2x3 at 1 bit; and not all alike, which a dead network would also sum to 1."""
-    log_p = log_probability(baseline(tiny_spn, seed, recipe), all_images(1, 2, 2), range(1))
+    model = stage_network(tiny_spn, stage, seed, recipe)
+    log_p = log_probability(model, all_images(1, 2, 2), range(model.config.num_slices))
     assert len(log_p) == 4096
     assert abs(log_p.exp().sum().item() - 1) < SUM_TO_ONE
     assert log_p.std() > 0.5
 
 
 @pytest.mark.parametrize(
-    ("recipe", "mistake"),
-    [("paper", "up_not_masked"), ("modern", "norms_not_grouped")],
+    ("stage", "recipe", "mistake"),
+    [
+        ("baseline", "paper", "up_not_masked"),
+        ("baseline", "modern", "norms_not_grouped"),
+        ("size_upscale", "paper", "embedder_reads_later_slice"),
+        ("size_upscale", "modern", "embedder_reads_target"),
+    ],
 )
-def test_a_broken_baseline_does_not_sum_to_one(recipe, mistake, tiny_spn, break_mask):
-    model = break_mask(mistake, baseline(tiny_spn, 0, recipe))
-    assert abs(total_probability(model, all_images(1, 2, 2), range(1)) - 1) > BROKEN
-
-
-def subscale(tiny_spn, seed: int, recipe: str = "paper") -> SPN:
-    return tiny_spn("size_upscale", seed=seed, image_size=2, scaling_factor=2, num_bits=1, **RECIPES[recipe])
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_all_images_of_a_subscale_network_sum_to_one(seed, recipe, tiny_spn):
-    """4,096 images of 2x2x3 at 1 bit, S = 2: four slices of one pixel, each given the ones before."""
-    log_p = log_probability(subscale(tiny_spn, seed, recipe), all_images(1, 2, 2), range(4))
-    assert len(log_p) == 4096
-    assert abs(log_p.exp().sum().item() - 1) < SUM_TO_ONE
-    assert log_p.std() > 0.5
-
-
-@pytest.mark.parametrize(
-    ("recipe", "mistake"),
-    [("paper", "embedder_reads_later_slice"), ("modern", "embedder_reads_target")],
-)
-def test_a_broken_subscale_network_does_not_sum_to_one(recipe, mistake, tiny_spn, break_mask):
-    model = break_mask(mistake, subscale(tiny_spn, 0, recipe))
-    assert abs(total_probability(model, all_images(1, 2, 2), range(4)) - 1) > BROKEN
+def test_a_broken_stage_does_not_sum_to_one(stage, recipe, mistake, tiny_spn, break_mask):
+    model = break_mask(mistake, stage_network(tiny_spn, stage, 0, recipe))
+    assert abs(total_probability(model, all_images(1, 2, 2), range(model.config.num_slices)) - 1) > BROKEN
 
 
 # ---- each slice given the others ----------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from spn.gpu.training import speed_up
 from spn.model import SPN
 from spn.ordering import image_to_slices, slices_to_image
 from spn.sampling import rows_to_sample, sample_chain, sample_slice_slowly, sample_stage, slice_decoder, uniforms
-from tests.spn.whole_images import context_of, logits_of
+from tests.spn.whole_images import all_images, context_of, logits_of
 
 UNEVEN = dict(num_layers=3, conv_channels=7, residual_channels=11, num_attn_layers=1, num_attn_heads=3)
 NUM_DRAWN = 8_000  # images, where frequencies are compared
@@ -220,7 +220,7 @@ def test_frequencies_given_a_first_slice_are_the_exact_conditional(tiny_spn):
     """2 x 2 image of 1 bit, S = 2, two slices given: the 64 outcomes of the others, from the evaluated joint."""
     models = {"size_upscale": tiny_spn("size_upscale", seed=27, image_size=2, scaling_factor=2, num_bits=1)}
     slices = torch.tensor([1, 0, 1, 0, 1, 1]).view(1, 2, 3, 1, 1)
-    every = all_images(1, 2)
+    every = all_images(1, 2, 2)
     agrees = (image_to_slices(every, 2)[:, :2] == slices).flatten(1).all(1)
     log_p = -chain_nats(models, every << 7)["size_upscale"][agrees]
     drawn = sample_chain(models, seed=1, images=range(NUM_DRAWN), slices=slices.expand(NUM_DRAWN, -1, -1, -1, -1))
@@ -249,15 +249,8 @@ def test_progress_counts_no_row_of_a_known_slice(tiny_chain):
 # ---- samples follow the model's own probabilities ------------------------------------------------------------------
 
 
-def all_images(num_bits: int, size: int) -> Tensor:
-    """[V ** dims, 3, H, W]: every image there is, numbered as `number_of` says."""
-    dims = 3 * size * size
-    values = torch.arange(2 ** (num_bits * dims))
-    digits = [(values >> (num_bits * place)) & (2**num_bits - 1) for place in range(dims)]
-    return torch.stack(digits, dim=1).view(-1, 3, size, size)
-
-
 def number_of(images: Tensor, num_bits: int) -> Tensor:
+    """Their places in `all_images`."""
     flat = images.flatten(1)
     return (flat << (num_bits * torch.arange(flat.shape[1]))).sum(1)
 
@@ -283,7 +276,7 @@ def assert_frequencies(counts: Tensor, probabilities: Tensor) -> None:
 def test_frequencies_of_one_pixel(temperature, tiny_spn):
     """1 x 1 image of 2 bits: 64 outcomes against the product of tempered conditionals, written out here."""
     model = tiny_spn("baseline", seed=21, image_size=1, scaling_factor=1, num_bits=2)
-    every = all_images(2, 1)
+    every = all_images(2, 1, 1)
     with torch.no_grad():
         logits = logits_of(model, every, torch.zeros(len(every), dtype=torch.long))[..., 0, 0]  # [64, 3, V]
     log_p = torch.log_softmax(logits / temperature, -1).gather(2, every[..., 0]).sum((1, 2))
@@ -296,7 +289,7 @@ def test_frequencies_of_a_chain_of_sizes(tiny_spn):
     """2 x 2 image of 1 bit, S = 2: all 4,096 outcomes of first_slice and size_upscale against the evaluated chain."""
     common = dict(image_size=2, scaling_factor=2, num_bits=1)
     models = {name: tiny_spn(name, seed=s, **common) for s, name in ((22, "first_slice"), (23, "size_upscale"))}
-    every = all_images(1, 2)
+    every = all_images(1, 2, 2)
     log_p = -sum(chain_nats(models, every << 7).values())
     drawn = sample_chain(models, seed=1, images=range(NUM_DRAWN))["size_upscale"]
     assert_frequencies(number_of(drawn, 1).bincount(minlength=4096), log_p.exp())
@@ -310,7 +303,7 @@ def test_frequencies_of_a_chain_of_depths(tiny_spn):
         "depth_upscale_2": tiny_spn("depth_upscale_2", seed=25, num_bits=1, num_given_bits=1, **common),
         "depth_upscale_3": tiny_spn("depth_upscale_3", seed=26, num_bits=1, num_given_bits=2, **common),
     }
-    every = all_images(3, 1)
+    every = all_images(3, 1, 1)
     log_p = -sum(chain_nats(models, every << 5).values())
     drawn = sample_chain(models, seed=2, images=range(NUM_DRAWN))["depth_upscale_3"]
     assert_frequencies(number_of(drawn, 3).bincount(minlength=512), log_p.exp())
