@@ -57,25 +57,6 @@ def test_flat_areas_lose_a_level_where_they_do_in_tensorflow(case: list) -> None
     assert (rounded == nearest).all()
 
 
-def test_area_resize_by_hand() -> None:
-    square = np.arange(16, dtype=np.uint8).reshape(4, 4, 1).repeat(3, axis=2)
-    halved = resize_area(square, [(2, 2)])[0][:, :, 0]
-    assert np.array_equal(halved, [[2.5, 4.5], [10.5, 12.5]])
-    assert np.array_equal(resize_area(square, [(4, 4)])[0], square.astype(np.float32))
-
-
-def test_golden_pngs(shared: pathlib.Path) -> None:
-    folder = shared / "golden_resize"
-    cases = json.loads((folder / "manifest.json").read_text())["cases"]
-    expected = np.load(folder / "expected_f32.npz")
-    for case in cases:
-        pixels = images.decode((folder / case["png"]).read_bytes(), profile="tf").pixels
-        for out in case["outputs"]:
-            resized = resize_area(pixels, [(out["oh"], out["ow"])])[0]
-            assert np.array_equal(resized, expected[out["key"]]), out["key"]
-            assert sha256(np.rint(resized).astype(np.uint8)) == out["sha256_rint_u8"]
-
-
 def test_golden_jpegs_end_to_end(shared: pathlib.Path) -> None:
     """Both DCTs decode as TensorFlow does; the tf profile is TensorFlow's decode, crop, resize and cast."""
     folder = shared / "golden_resize"
@@ -245,9 +226,3 @@ def test_damaged_pixels_are_flagged_or_refused() -> None:
     assert images.decode(bytes(data), profile="tf").conversions == ("jpeg_warning",)
     with pytest.raises(images.UnusableImage, match="corrupt_data"):
         images.decode(bytes(data), profile="tf", strict_jpeg=True)
-
-
-def test_raw_pixels_in_planes_and_interleaved() -> None:
-    square = formula_image(4, 4)
-    assert np.array_equal(images.from_raw(square.tobytes(), planar=False).pixels, square)
-    assert np.array_equal(images.from_raw(square.transpose(2, 0, 1).tobytes(), planar=True).pixels, square)
