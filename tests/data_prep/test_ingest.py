@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 
@@ -72,7 +73,7 @@ def test_every_image_once_an_epoch_with_its_own_pixels(uri: str, whole: dict):
 
 def test_order_is_decided_by_the_seed_and_not_by_depth(uri: str, whole: dict):
     keys = whole["key"][:60].tolist()
-    assert stream(uri, 0, 60)["key"].tolist() == keys != stream(uri, 0, 60, seed=4)["key"].tolist()
+    assert stream(uri, 0, 60, seed=4)["key"].tolist() != keys
     low = stream(uri, 0, 60, bits=3)
     assert low["key"].tolist() == keys and np.array_equal(low["px"], whole["px"][:60] >> 5)
 
@@ -84,26 +85,40 @@ def test_started_anywhere_it_is_the_tail_of_the_unbroken_stream(uri: str, whole:
         assert all(np.array_equal(tail[name], whole[name][start:]) for name in whole), start
 
 
-def test_skipped_row_groups_are_not_read(uri: str, monkeypatch: pytest.MonkeyPatch):
-    dataset = open_dataset(uri)
-    shards = dataset.shards(resolution=8, bits=8, split="train")
-    groups = tuple((shard, i) for shard in shards for i in range(len(shard.row_group_rows)))
-    plan = ingest._Stream(uri, groups, seed=3)
-    opened = []
-    monkeypatch.setattr(ingest, "read_shard", lambda *a, **k: opened.append(k["row_group"]) or read(*a, **k))
-    start = plan.rows_per_epoch * 5 - 25
-    table = ingest._read_task(pa.table({"begin": [start], "end": [start + 25]}), stream=plan)
-    assert table.column("position").to_pylist() == list(range(start, start + 25))
-    assert 3 <= len(opened) <= 6 < len(groups)
-
-
-read = ingest.read_shard
-
-
-def test_tasks_end_with_row_groups_and_have_a_bounded_size(uri: str):
+@pytest.fixture
+def plan(uri: str) -> ingest._Stream:
+    """Of seed 3."""
     shards = open_dataset(uri).shards(resolution=8, bits=8, split="train")
     groups = tuple((shard, i) for shard in shards for i in range(len(shard.row_group_rows)))
-    plan = ingest._Stream(uri, groups, seed=0)
+    return ingest._Stream(uri, groups, seed=3)
+
+
+def test_a_task_reads_each_row_group_that_it_needs_once(plan: ingest._Stream, monkeypatch: pytest.MonkeyPatch):
+    """A few of one epoch, or all in each of many epochs."""
+    read, opened = ingest.read_shard, []
+    monkeypatch.setattr(ingest, "read_shard", lambda *a, **k: opened.append(k["row_group"]) or read(*a, **k))
+    start, num_groups = plan.rows_per_epoch * 5 - 25, len(plan.row_groups)
+    assert num_groups > 6
+    for begin, end, least, most in (
+        (start, start + 25, 3, 6),
+        (0, 4 * plan.rows_per_epoch, num_groups, num_groups),
+    ):
+        opened.clear()
+        table = ingest._read_task(pa.table({"begin": [begin], "end": [end]}), stream=plan)
+        assert table.column("position").to_pylist() == list(range(begin, end))
+        assert least <= len(opened) <= most
+
+
+def test_the_order_of_row_groups_follows_the_seed(plan: ingest._Stream):
+    """And with it that of rows far apart, which no order within a row group changes."""
+    orders = [
+        [group for _, group, _, _ in dataclasses.replace(plan, seed=seed).pieces(0, plan.rows_per_epoch)]
+        for seed in (3, 4)
+    ]
+    assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
+
+
+def test_tasks_end_with_row_groups_and_have_a_bounded_size(plan: ingest._Stream):
     ends = set(np.cumsum([last - first for _, _, first, last in plan.pieces(0, 2_000)]).tolist())
     for multiple in (1, 4):
         cuts = plan.cut(7, 907, task_rows=25, multiple=multiple)
@@ -112,16 +127,6 @@ def test_tasks_end_with_row_groups_and_have_a_bounded_size(uri: str):
         assert (sizes[:-1] >= 25).all() and (sizes < 25 + 10 + multiple).all() and (sizes % multiple == 0).all()
         assert all(ends & set(range(cut - multiple + 1, cut + 1)) for cut in cuts[1:-1])
     assert plan.cut(3, 7, task_rows=100, multiple=4) == [3, 7]
-
-
-def test_many_epochs_in_one_task_read_each_row_group_once(uri: str, monkeypatch: pytest.MonkeyPatch):
-    shards = open_dataset(uri).shards(resolution=8, bits=8, split="train")
-    groups = tuple((shard, i) for shard in shards for i in range(len(shard.row_group_rows)))
-    plan = ingest._Stream(uri, groups, seed=0)
-    opened = []
-    monkeypatch.setattr(ingest, "read_shard", lambda *a, **k: opened.append(k["row_group"]) or read(*a, **k))
-    ingest._read_task(pa.table({"begin": [0], "end": [4 * plan.rows_per_epoch]}), stream=plan)
-    assert len(opened) == len(groups)
 
 
 def test_global_batch_does_not_depend_on_the_number_of_workers(uri: str):
