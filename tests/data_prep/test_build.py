@@ -202,16 +202,6 @@ def test_too_many_bad_photos_stop_the_build(config: DataConfig, tmp_path: pathli
     assert pq.read_table(tmp_path / "set" / "quarantine.parquet").column("key").to_pylist() == ["photo_03.png"]
 
 
-def test_small_photos_are_scaled_up_or_refused_by_min_side(
-    config: DataConfig, tmp_path: pathlib.Path, make_photos: Callable
-):
-    make_photos(tmp_path / "raw", 2, height=10, width=10)
-    manifest = build(config, out=str(tmp_path / "set"), progress=quiet)
-    assert manifest.conversions == {"upscaled": 2}
-    with pytest.raises(UnusableSource, match="too_small"):
-        build(dataclasses.replace(config, min_side=16), out=str(tmp_path / "other"), progress=quiet)
-
-
 def test_plan_depends_on_config_and_source_but_not_on_the_place(config: DataConfig, tmp_path: pathlib.Path):
     plan = make_plan(config, sources.find(config))
     assert make_plan(config, sources.find(config)) == plan

@@ -82,6 +82,16 @@ def test_a_turned_photo_is_upright(tmp_path: pathlib.Path, rendered: Callable):
     assert np.array_equal(rendered(made.config(tmp_path / "raw"))["train"]["a.png"][1], stored[::-1, ::-1])
 
 
+def test_small_photos_are_scaled_up_or_refused_by_min_side(
+    tmp_path: pathlib.Path, make_photos: Callable, written: Callable
+):
+    make_photos(tmp_path / "raw", 2, height=10, width=10)
+    (scaled,) = written(made.config(tmp_path / "raw"), tmp_path / "set")[1]
+    assert scaled["conversions"] == {"upscaled": 2} and not scaled["quarantine"]
+    (refused,) = written(made.config(tmp_path / "raw", min_side=16), tmp_path / "other")[1]
+    assert [record["reason"] for record in refused["quarantine"]] == ["too_small"] * 2
+
+
 def test_any_error_of_reading_a_row_quarantines_it_by_name(
     tmp_path: pathlib.Path, written: Callable, monkeypatch: pytest.MonkeyPatch
 ):
