@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data_prep.files import Store, open_store
 from tests.data_prep import made
 
-ROOT = pathlib.Path(__file__).parents[2]
+SHARED = pathlib.Path(__file__).parents[3] / "shared"
 
 
 @pytest.fixture(scope="session")
 def shared() -> pathlib.Path:
-    folder = ROOT.parent / "shared"
-    if not folder.is_dir():
+    if not SHARED.is_dir():
         pytest.skip("the folder with reference files is not here")
-    return folder
+    return SHARED
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +37,11 @@ def make_photos() -> Callable[..., None]:
             image.save(folder / f"photo_{i:02d}.{'png' if i % 2 else 'jpg'}")
 
     return make
+
+
+@pytest.fixture(params=["local", "object store"])
+def store(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Store:
+    return open_store(tmp_path / "run") if request.param == "local" else made.object_store()
 
 
 @pytest.fixture
@@ -92,21 +97,14 @@ def tiny(tmp_path: pathlib.Path) -> tuple:
 
 
 @pytest.fixture(scope="session")
-def jpegs(shared_or_none: pathlib.Path | None) -> list[tuple[str, bytes]]:
+def jpegs() -> list[tuple[str, bytes]]:
     """(synset, bytes) of JPEGs: original ImageNet photos of six synsets where they are, else generated ones."""
-    folder = None if shared_or_none is None else shared_or_none / "data" / "imagenet-raw" / "synsets" / "train"
-    if folder is not None and folder.is_dir():
-        paths = sorted(folder.glob("*/*.JPEG"))[:6]
-        return [(path.parent.name, path.read_bytes()) for path in paths]
+    originals = sorted((SHARED / "data" / "imagenet-raw" / "synsets" / "train").glob("*/*.JPEG"))[:6]
+    if originals:
+        return [(path.parent.name, path.read_bytes()) for path in originals]
     found = []
     for i in range(6):
         small = np.random.default_rng(i).integers(0, 256, (5, 7, 3)).astype(np.uint8)
         image = Image.fromarray(small).resize((90, 70), Image.Resampling.BICUBIC)
         found.append((f"n{10_000_000 + i}", made.encoded(image, "JPEG")))
     return found
-
-
-@pytest.fixture(scope="session")
-def shared_or_none() -> pathlib.Path | None:
-    folder = ROOT.parent / "shared"
-    return folder if folder.is_dir() else None

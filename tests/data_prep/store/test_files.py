@@ -13,12 +13,6 @@ from data_prep import files
 from data_prep.files import Store, UserError, join, open_store, parent
 from tests.data_prep.made import object_store
 
-
-@pytest.fixture(params=["local", "object store"])
-def store(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Store:
-    return open_store(tmp_path / "run") if request.param == "local" else object_store()
-
-
 # ---- what is written is what is read -------------------------------------------------------------------------------
 
 

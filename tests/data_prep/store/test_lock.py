@@ -24,13 +24,6 @@ def leases_settle_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SETTLE_SEC", 0.0)
 
 
-@pytest.fixture(params=["local", "object store"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "local":
-        return open_store(tmp_path / "run")
-    return object_store()
-
-
 class Clock:
     """Seconds pass only when the lock sleeps; `then(seconds so far)` happens after each sleep."""
 
