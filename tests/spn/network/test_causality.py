@@ -187,25 +187,18 @@ EMBEDDER_MISTAKES = ["embedder_reads_later_slice", "embedder_reads_target"]
     ("case", "mistake"),
     [
         *(("depth_upscale, S=2", mistake) for mistake in DECODER_MISTAKES),
+        *(("depth_upscale, modern", mistake) for mistake in DECODER_MISTAKES + MODERN_MISTAKES),
         ("baseline", "attention_not_causal"),
         ("first_slice", "vertical_reads_own_row"),
         ("size_upscale, S=2", "head_not_masked"),
     ],
 )
 def test_a_broken_mask_of_the_decoder_is_noticed(case, mistake, tiny_spn, break_mask):
-    """Each mask, broken alone, fails the check of causality; the same decoder and check serve every stage."""
+    """Each mask of either recipe, broken alone, fails the check of causality; the same decoder serves every stage."""
     stage, sizes = CASES[case]
     sizes = sizes | dict(image_size=3 * sizes["scaling_factor"])
     model = break_mask(mistake, tiny_spn(stage, seed=0, **sizes))
     blocks = slice_blocks(influence(model, seed=0), model.config.num_slices)
-    assert all(leaks(block) for block in blocks)
-
-
-@pytest.mark.parametrize("mistake", DECODER_MISTAKES + MODERN_MISTAKES)
-def test_a_broken_mask_of_recipe_modern_is_noticed(mistake, tiny_spn, break_mask):
-    """The same masks in the other recipe, and those that only it has."""
-    model = tiny_spn("depth_upscale", seed=0, image_size=6, scaling_factor=2, num_bits=1, num_given_bits=2, **MODERN)
-    blocks = slice_blocks(influence(break_mask(mistake, model), seed=0), model.config.num_slices)
     assert all(leaks(block) for block in blocks)
 
 
