@@ -102,16 +102,11 @@ def test_the_last_draw_stays_in_the_nucleus():
     assert torch.equal(pick(torch.tensor([[0.0, 0.0, -1e9]]), top[:1], 1.0, 0.9), torch.tensor([1]))
 
 
-@pytest.mark.parametrize("top_p", [0.0, -0.1, 1.1, math.nan])
-def test_top_p_out_of_range_is_refused(top_p):
-    with pytest.raises(ValueError, match=f"top_p is {top_p}"):
-        Draws(torch.zeros((1, 3, 1, 1), dtype=torch.float64), top_p=top_p)
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0, math.inf, math.nan])
-def test_temperature_out_of_range_is_refused(temperature):
-    with pytest.raises(ValueError, match=f"temperature is {temperature}"):
-        Draws(torch.zeros((1, 3, 1, 1), dtype=torch.float64), temperature=temperature)
+@pytest.mark.parametrize(("name", "values"), [("top_p", (0.0, -0.1, 1.1)), ("temperature", (0.0, -1.0, math.inf))])
+def test_numbers_out_of_range_are_refused(name, values):
+    for value in (*values, math.nan):
+        with pytest.raises(ValueError, match=f"{name} is {value}"):
+            Draws(torch.zeros((1, 3, 1, 1), dtype=torch.float64), **{name: value})
 
 
 # ---- both decoders read the same draws -----------------------------------------------------------------------------

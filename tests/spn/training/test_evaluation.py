@@ -33,17 +33,13 @@ def chain_bits(models: dict[str, SPN], image: Tensor) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("bits", "first", "expected"),
     [
-        ((3,), None, {"size_upscale": 3}),
         ((3, 8), "first_slice", {"first_slice": 3 / 4, "size_upscale": 9 / 4, "depth_upscale": 5}),
-        ((8,), None, {"size_upscale": 8}),
-        ((5,), "first_slice", {"first_slice": 5 / 4, "size_upscale": 15 / 4}),
         ((3, 8), None, {"size_upscale": 3, "depth_upscale": 5}),
         (
             (1, 3, 8),
             "first_slice",
             {"first_slice": 1 / 4, "size_upscale": 3 / 4, "depth_upscale_3": 2, "depth_upscale_8": 5},
         ),
-        ((8,), "baseline", {"baseline": 8}),
         ((3, 8), "baseline", {"baseline": 3, "depth_upscale": 5}),
     ],
     ids=str,
