@@ -216,6 +216,12 @@ def test_fit_hands_out_nothing_after_wrong_numbers(network, settings, batches_fr
 # ---- configuration --------------------------------------------------------------------------------------------------
 
 
+AT_LEAST_1 = ("num_steps", "batch_size", "micro_batch_size", "num_valid_images")
+AT_LEAST_1 += ("eval_every_steps", "checkpoint_every_steps", "log_every_steps")
+AT_LEAST_0 = ("epsilon", "weight_decay", "warmup_steps", "adamw_learning_rate")
+BELOW_1 = ("momentum", "decay", "polyak_decay")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -224,25 +230,13 @@ def test_fit_hands_out_nothing_after_wrong_numbers(network, settings, batches_fr
         ({"cooldown": 0.0}, ["cooldown", "0.0", "above 0"]),
         ({"slices": "some"}, ["slices", "'some'", "all", "first"]),
         ({"precision": "float16"}, ["precision", "'float16'", "float32", "bfloat16"]),
-        ({"num_steps": 0}, ["num_steps", "0", "at least 1"]),
-        ({"batch_size": -1}, ["batch_size", "-1"]),
-        ({"eval_every_steps": 0}, ["eval_every_steps", "0"]),
-        ({"checkpoint_every_steps": 0}, ["checkpoint_every_steps", "0"]),
-        ({"log_every_steps": 0}, ["log_every_steps", "0"]),
-        ({"micro_batch_size": 0}, ["micro_batch_size", "0", "at least 1"]),
-        ({"num_valid_images": 0}, ["num_valid_images", "0", "at least 1"]),
+        *(({name: 0}, [name, "0", "at least 1"]) for name in AT_LEAST_1),
+        *(({name: -1.0}, [name, "-1.0", "at least 0"]) for name in AT_LEAST_0),
+        *(({name: value}, [name, str(value), "below 1"]) for name in BELOW_1 for value in (-0.1, 1.0)),
         ({"learning_rate": 0.0}, ["learning_rate", "0.0", "above 0"]),
-        ({"learning_rate": -1e-3}, ["learning_rate", "-0.001"]),
         ({"lr_boundaries": [5], "lr_values": [1e-3, 1e-4]}, ["lr_values", "2", "1", "lr_boundaries"]),
         ({"lr_boundaries": [5, 3], "lr_values": [1e-3, 1e-4]}, ["lr_boundaries", "[5, 3]"]),
         ({"lr_boundaries": [5, 5], "lr_values": [1e-3, 1e-4]}, ["lr_boundaries", "[5, 5]"]),
-        ({"polyak_decay": 1.0}, ["polyak_decay", "1.0", "below 1"]),
-        ({"polyak_decay": -0.1}, ["polyak_decay", "-0.1"]),
-        ({"decay": 1.5}, ["decay", "1.5", "below 1"]),
-        ({"momentum": -1.0}, ["momentum", "-1.0"]),
-        ({"epsilon": -1.0}, ["epsilon", "-1.0", "at least 0"]),
-        ({"weight_decay": -1.0}, ["weight_decay", "-1.0"]),
-        ({"warmup_steps": -5}, ["warmup_steps", "-5"]),
         ({"learning_rate": float("nan")}, ["learning_rate", "nan"]),
         ({"lr_boundaries": [3], "lr_values": [-1.0]}, ["lr_values", "-1.0"]),
         ({"lr_boundaries": [-3], "lr_values": [1.0]}, ["lr_boundaries", "[-3]"]),
