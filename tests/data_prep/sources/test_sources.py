@@ -134,10 +134,12 @@ def test_a_named_source_without_its_files_shows_the_layout(tmp_path: pathlib.Pat
             assert "\n" not in str(error.value)
 
 
-def test_every_source_is_described():
+def test_every_source_is_described_by_the_command_and_the_page():
     described = sources.describe()
     assert {name for name, _, _ in described} == set(SOURCES) - {"auto"}
     assert all(layout and count and "\n" not in layout for _, layout, count in described)
+    page = (pathlib.Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    assert all(f"| `{name}` |" in page for name, _, _ in described)
 
 
 def test_listing_hash_of_an_archive_does_not_read_it(tmp_path: pathlib.Path):
@@ -145,12 +147,6 @@ def test_listing_hash_of_an_archive_does_not_read_it(tmp_path: pathlib.Path):
     assert len(sources.identify(config(tmp_path))[1]) == 64
     with pytest.raises(ValueError, match="not_an_archive"):
         sources.find(config(tmp_path))
-
-
-def test_the_page_about_sources_has_every_one():
-    page = (pathlib.Path(__file__).parents[3] / "docs" / "data.md").read_text()
-    for name, _, _ in sources.describe():
-        assert f"| `{name}` |" in page
 
 
 def test_files_that_went_away_or_may_not_be_read_are_named(
