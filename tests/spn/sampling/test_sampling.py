@@ -155,15 +155,6 @@ def test_chain_keeps_what_it_is_given(bits, tiny_chain):
         assert len(low.unique()) > 1
 
 
-def test_chain_without_first_slice_and_plain_baseline(tiny_chain, stage_network):
-    models = tiny_chain(3, first=None)
-    drawn = sample_chain(models, seed=1, images=range(8))["size_upscale"]
-    assert drawn.shape == (8, 3, 4, 4) and len(drawn.unique()) == 8
-    assert len(image_to_slices(drawn, 2)[:, 0].unique()) > 1  # slice (0, 0) is drawn, not left at zero
-    baseline = {"baseline": stage_network("baseline", seed=1)}
-    assert sample_chain(baseline, seed=1, images=range(2))["baseline"].shape == (2, 3, 4, 4)
-
-
 def test_chain_applies_the_temperature_and_top_p_of_each_stage(tiny_chain):
     """A temperature or top_p names its stage: others keep their draws as long as they see the same input."""
     models = tiny_chain(3, 8)
