@@ -301,6 +301,8 @@ def test_wrong_sizes_name_field_and_value(kind):
             kind(**changes)
     with pytest.raises(ValueError, match="num_attn_heads 3 \\* attn_head_dim 5.*even"):
         kind(num_attn_heads=3, attn_head_dim=5)
+    with pytest.raises(ValueError, match="attn_head_dim is 6; with recipe modern it must be a multiple of 4"):
+        kind(attn_head_dim=6, recipe="modern")
 
 
 # ---- sizes --------------------------------------------------------------------------------------------------------
