@@ -41,6 +41,14 @@ def encoded(image: Image.Image | np.ndarray, kind: str = "PNG", **options: objec
     return buffer.getvalue()
 
 
+def damaged_jpeg() -> bytes:
+    """With pixels that decoders accept in silence."""
+    data = bytearray(encoded(Image.effect_noise((64, 64), 50).convert("RGB"), "JPEG"))
+    middle = len(data) // 2
+    data[middle : middle + 2] = b"\xff\xd4"  # a restart mark where none belongs
+    return bytes(data)
+
+
 def image_column(values: Iterable[bytes | None]) -> pa.Array:
     return pa.array([{"bytes": value, "path": None} for value in values], IMAGE)
 

@@ -85,11 +85,18 @@ def test_a_turned_photo_is_upright(tmp_path: pathlib.Path, rendered: Callable):
 def test_small_photos_are_scaled_up_or_refused_by_min_side(
     tmp_path: pathlib.Path, make_photos: Callable, written: Callable
 ):
-    make_photos(tmp_path / "raw", 2, height=10, width=10)
+    make_photos(tmp_path / "raw", 2, height=10, width=20)
     (scaled,) = written(made.config(tmp_path / "raw"), tmp_path / "set")[1]
     assert scaled["conversions"] == {"upscaled": 2} and not scaled["quarantine"]
     (refused,) = written(made.config(tmp_path / "raw", min_side=16), tmp_path / "other")[1]
     assert [record["reason"] for record in refused["quarantine"]] == ["too_small"] * 2
+
+
+def test_strict_jpeg_quarantines_damage_that_is_accepted_otherwise(tmp_path: pathlib.Path, written: Callable):
+    made.write(tmp_path / "raw" / "a.jpg", made.damaged_jpeg())
+    for strict, reasons in ((False, []), (True, ["corrupt_data"])):
+        (found,) = written(made.config(tmp_path / "raw", strict_jpeg=strict), tmp_path / str(strict))[1]
+        assert [record["reason"] for record in found["quarantine"]] == reasons
 
 
 def test_any_error_of_reading_a_row_quarantines_it_by_name(

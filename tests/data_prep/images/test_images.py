@@ -22,7 +22,7 @@ from PIL import Image
 
 from data_prep import images, parquet
 from data_prep.resize import resize_area
-from tests.data_prep.made import encoded
+from tests.data_prep.made import damaged_jpeg, encoded
 
 # What TensorFlow itself made of inputs that a formula gives. Sizes are chosen so that another order of the sums, or a
 # fused multiply-add, changes some value.
@@ -128,6 +128,13 @@ def png_of(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
     )
 
 
+def jpeg_of(width: int, height: int) -> bytes:
+    """A small JPEG with another size in its header."""
+    data = bytearray(encoded(Image.new("RGB", (16, 16)), "JPEG"))
+    struct.pack_into(">HH", data, data.index(b"\xff\xc0") + 5, height, width)
+    return bytes(data)
+
+
 def webp_of(width: int, height: int) -> bytes:
     """A one-colour lossless WebP with another size in its header."""
     data = bytearray(encoded(Image.new("RGBA", (16, 16), (1, 2, 3, 4)), "WEBP", lossless=True))
@@ -149,8 +156,9 @@ def memory_kib(name: str) -> int:
         (None, lambda: png_of(4, 4, (b"zTXt", b"k\0\0" + zlib.compress(bytes(80_000_000), 9)))),
         ("decompression_bomb", lambda: png_of(100_000_000, 1)),
         ("decompression_bomb", lambda: webp_of(8_001, 8_001)),
+        ("decompression_bomb", lambda: jpeg_of(10_001, 10_000)),
     ],
-    ids=["text", "one long row", "webp"],
+    ids=["text", "one long row", "webp", "jpeg"],
 )
 def test_bombs_are_refused_or_left_out_without_much_memory(reason: str | None, data: Callable[[], bytes]) -> None:
     bomb = data()
@@ -220,9 +228,6 @@ def test_suffix_that_says_another_format_is_flagged() -> None:
 
 
 def test_damaged_pixels_are_flagged_or_refused() -> None:
-    whole = encoded(Image.effect_noise((64, 64), 50).convert("RGB"), "JPEG")
-    data, middle = bytearray(whole), len(whole) // 2
-    data[middle : middle + 2] = b"\xff\xd4"  # a restart mark where none belongs
-    assert images.decode(bytes(data), profile="tf").conversions == ("jpeg_warning",)
+    assert images.decode(damaged_jpeg(), profile="tf").conversions == ("jpeg_warning",)
     with pytest.raises(images.UnusableImage, match="corrupt_data"):
-        images.decode(bytes(data), profile="tf", strict_jpeg=True)
+        images.decode(damaged_jpeg(), profile="tf", strict_jpeg=True)
