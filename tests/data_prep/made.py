@@ -53,6 +53,13 @@ def image_column(values: Iterable[bytes | None]) -> pa.Array:
     return pa.array([{"bytes": value, "path": None} for value in values], IMAGE)
 
 
+def write_parquet(
+    path: pathlib.Path, images: Iterable[bytes | None], *, row_group_size: int | None = None, **columns: Sequence
+) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"image": image_column(images), **columns}), path, row_group_size=row_group_size)
+
+
 def tar_of(members: Sequence[tuple[str, bytes | None]]) -> bytes:
     """None: a folder."""
     buffer = io.BytesIO()

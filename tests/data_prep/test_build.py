@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray.data
@@ -245,8 +244,7 @@ def test_archives_are_built_like_folders_and_nothing_is_lost(config: DataConfig,
 def test_the_build_ends_with_what_a_shard_found(tmp_path: pathlib.Path, jpegs: list):
     """The file's index is sound; its pages of images are not."""
     path = tmp_path / "raw" / "part.parquet"
-    path.parent.mkdir()
-    pq.write_table(pa.table({"image": made.image_column(data for _, data in jpegs)}), path)
+    made.write_parquet(path, (data for _, data in jpegs))
     data = bytearray(path.read_bytes())
     data[100:300] = bytes(200)
     path.write_bytes(data)

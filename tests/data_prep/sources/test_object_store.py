@@ -10,8 +10,6 @@ import pathlib
 from collections.abc import Callable
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from data_prep import sources
@@ -19,7 +17,7 @@ from data_prep.config import DataConfig
 from data_prep.files import open_store
 from data_prep.sources import Reader
 from data_prep.sources.base import UnusableSource
-from tests.data_prep.made import config, image_column, square_of, tar_of
+from tests.data_prep.made import config, square_of, tar_of, write_parquet
 
 
 def upload(folder: pathlib.Path, uri: str) -> None:
@@ -38,9 +36,7 @@ def write_sources(root: pathlib.Path, jpegs: list[tuple[str, bytes]]) -> dict[st
     (root / "tars").mkdir()
     inner = [(f"{synset}.tar", tar_of([(f"{synset}_1.JPEG", data)])) for synset, data in jpegs]
     (root / "tars" / "ILSVRC2012_img_train.tar").write_bytes(tar_of(inner))
-    (root / "parquet").mkdir()
-    rows = image_column(data for _, data in jpegs)
-    pq.write_table(pa.table({"image": rows}), root / "parquet" / "train.parquet", row_group_size=4)
+    write_parquet(root / "parquet" / "train.parquet", (data for _, data in jpegs), row_group_size=4)
     pixels = np.stack([square_of(data, 32) for _, data in jpegs])
     planes = pixels.transpose(0, 3, 1, 2).reshape(len(jpegs), -1)
     for name, save in (("stored", np.savez), ("deflated", np.savez_compressed)):

@@ -16,26 +16,17 @@ import pytest
 
 from data_prep import sources
 from data_prep.sources.base import UnusableSource
-from tests.data_prep.made import IMAGE, config, image_column, square_of, tar_of, write
-
-
-def write_parquet(path: pathlib.Path, rows: list[dict], *, labels: list[int] | None = None, rows_per_group: int = 2):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    columns = {"image": pa.array(rows, IMAGE)}
-    if labels is not None:
-        columns["label"] = pa.array(labels, pa.int64())
-    pq.write_table(pa.table(columns), path, row_group_size=rows_per_group)
-
+from tests.data_prep.made import IMAGE, config, square_of, tar_of, write, write_parquet
 
 # ---- hf_parquet ----------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_read_as_the_bytes_they_hold(tmp_path: pathlib.Path, jpegs: list, rendered: Callable):
-    rows = [{"bytes": data, "path": None} for _, data in jpegs]
+    images, data = [image for _, image in jpegs], tmp_path / "raw" / "data"
     for i in (0, 1):
-        part = slice(3 * i, 3 * i + 3)
-        write_parquet(tmp_path / "raw" / "data" / f"train-{i:05d}-of-00002.parquet", rows[part], labels=[7, 8, 9])
-    write_parquet(tmp_path / "raw" / "data" / "test-00000-of-00001.parquet", rows[:1], labels=[-1])
+        part, name = images[3 * i : 3 * i + 3], f"train-{i:05d}-of-00002.parquet"
+        write_parquet(data / name, part, label=[7, 8, 9], row_group_size=2)
+    write_parquet(data / "test-00000-of-00001.parquet", images[:1], label=[-1])
     found = rendered(config(tmp_path / "raw", num_valid_photos=1, rows_per_shard=3))
     assert {split: len(part) for split, part in found.items()} == {"train": 5, "valid": 1, "test": 1}
     for key, (label, px) in (found["train"] | found["valid"]).items():
@@ -45,8 +36,8 @@ def test_rows_are_read_as_the_bytes_they_hold(tmp_path: pathlib.Path, jpegs: lis
 
 
 def test_imagenet_is_scored_on_validation_and_its_unlabelled_test_is_left_out(tmp_path: pathlib.Path, jpegs: list):
-    rows = [{"bytes": data, "path": None} for _, data in jpegs]
-    for name, part in (("train", rows), ("validation", rows[:2]), ("test", rows[:3])):
+    images = [image for _, image in jpegs]
+    for name, part in (("train", images), ("validation", images[:2]), ("test", images[:3])):
         write_parquet(tmp_path / f"{name}-00000-of-00001.parquet", part)
     imagenet, other = config(tmp_path, dataset="imagenet_area-part"), config(tmp_path)
     splits = [[item.split for item in sources.find(c).items] for c in (imagenet, other)]
@@ -57,7 +48,7 @@ def test_imagenet_is_scored_on_validation_and_its_unlabelled_test_is_left_out(tm
 
 def test_a_missing_file_of_a_series_is_named(tmp_path: pathlib.Path, jpegs: list):
     for i in (0, 2):
-        write_parquet(tmp_path / f"train-{i:05d}-of-00003.parquet", [{"bytes": jpegs[i][1], "path": None}])
+        write_parquet(tmp_path / f"train-{i:05d}-of-00003.parquet", [jpegs[i][1]])
     with pytest.raises(
         UnusableSource, match="missing_file: 1 of 3 files train-.*parquet are missing, such as number 1"
     ):
@@ -66,8 +57,8 @@ def test_a_missing_file_of_a_series_is_named(tmp_path: pathlib.Path, jpegs: list
 
 def test_a_file_that_a_row_names_is_not_read(tmp_path: pathlib.Path, jpegs: list, rendered: Callable):
     rows = [{"bytes": jpegs[0][1], "path": "inside.jpg"}, {"bytes": None, "path": "inside.jpg"}, None]
-    write_parquet(tmp_path / "raw" / "train.parquet", rows)
-    (tmp_path / "raw" / "inside.jpg").write_bytes(jpegs[1][1])
+    write(tmp_path / "raw" / "inside.jpg", jpegs[1][1])
+    pq.write_table(pa.table({"image": pa.array(rows, IMAGE)}), tmp_path / "raw" / "train.parquet")
     found = rendered(config(tmp_path / "raw", source="hf_parquet"))
     ((key, (_, px)),) = found["train"].items()
     assert key == "train.parquet#0000000" and np.array_equal(px, square_of(jpegs[0][1]))
@@ -78,8 +69,7 @@ def test_shards_read_few_blocks(tmp_path: pathlib.Path):
     from data_prep.plan import make_plan
 
     for i in range(4):
-        rows = [{"bytes": b"x", "path": None}] * 30
-        write_parquet(tmp_path / f"train-{i:05d}-of-00004.parquet", rows, rows_per_group=10)
+        write_parquet(tmp_path / f"train-{i:05d}-of-00004.parquet", [b"x"] * 30, row_group_size=10)
     plan = make_plan(config(tmp_path, rows_per_shard=20), sources.find(config(tmp_path)))
     blocks = [{(row.item.path, row.item.block) for row in shard.rows} for shard in plan.shards]
     assert [len(found) for found in blocks] == [2] * 6
@@ -128,9 +118,7 @@ def test_labels_of_any_kind_stop_nothing(tmp_path: pathlib.Path):
         ("bool", [True, False]),
         ("null", [None, None]),
     ):
-        rows = image_column([b"x"] * 2)
-        (tmp_path / name).mkdir()
-        pq.write_table(pa.table({"image": rows, "label": labels}), tmp_path / name / "train.parquet")
+        write_parquet(tmp_path / name / "train.parquet", [b"x"] * 2, label=labels)
         found = sources.find(config(tmp_path / name))
         assert [item.label for item in found.items] == [None, None]
         assert found.skipped == ({} if name == "null" else {"label_not_a_number": 2})
