@@ -221,20 +221,14 @@ def test_frequencies_given_a_first_slice_are_the_exact_conditional(tiny_spn):
 
 
 @pytest.mark.parametrize("bits", [(3,), (3, 8), (1, 2, 4)])
-@pytest.mark.parametrize("first_slice", [True, False])
-def test_progress_counts_rows(bits, first_slice, tiny_chain):
-    models, calls = tiny_chain(*bits, first="first_slice" if first_slice else None), []
-    sample_chain(models, seed=0, images=[0], on_row=lambda: calls.append(1))
-    assert len(calls) == rows_to_sample([model.config for model in models.values()])
-    # 2 rows in each of 4 slices, a stage; the first slice is drawn once, by either stage.
-    assert len(calls) == 8 * len(bits)
-
-
-def test_progress_counts_no_row_of_a_known_slice(tiny_chain):
-    models, calls = tiny_chain(3, 8, first=None), []
-    slices = torch.zeros((1, 3, 3, 2, 2), dtype=torch.long)
+@pytest.mark.parametrize(("first", "num_known"), [("first_slice", 0), (None, 0), (None, 3)])
+def test_progress_counts_rows(bits, first, num_known, tiny_chain):
+    """2 rows in each of 4 slices, a stage, but for slices that are known; a first slice is drawn by either stage."""
+    models, calls = tiny_chain(*bits, first=first), []
+    slices = torch.zeros((1, num_known, 3, 2, 2), dtype=torch.long) if num_known else None
     sample_chain(models, seed=0, images=[0], slices=slices, on_row=lambda: calls.append(1))
-    assert len(calls) == rows_to_sample([model.config for model in models.values()], num_known_slices=3) == 2 + 8
+    expected = rows_to_sample([model.config for model in models.values()], num_known_slices=num_known)
+    assert len(calls) == expected == 8 * len(bits) - 2 * num_known
 
 
 # ---- samples follow the model's own probabilities ------------------------------------------------------------------
