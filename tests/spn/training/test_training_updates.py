@@ -35,11 +35,10 @@ def recurrence(w: Tensor, grads: list[Tensor], rates: list[float], *, momentum: 
     return torch.tensor(out, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("momentum", "decay", "epsilon"), [(0.9, 0.95, 1e-8), (0.0, 0.9, 1e-10), (0.5, 0.3, 1e-2)])
-def test_rmsprop_is_the_recurrence(seed, momentum, decay, epsilon):
+def test_rmsprop_is_the_recurrence(momentum, decay, epsilon):
     """Gradients of all sizes over 150 steps, the rate dropping twice on the way; two tensors, float64 to 1e-12."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     size = torch.logspace(-7, 2, 10, dtype=torch.float64)
     grads = [torch.randn(10, generator=generator, dtype=torch.float64) * size for _ in range(150)]
     rates = [1e-2] * 60 + [3e-3] * 50 + [1e-4] * 40
