@@ -21,8 +21,9 @@ def test_configuration_for_own_photos(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
     config = load(str(ROOT / "docs/own_data.yaml"), [])
     assert config.data.root is None and config.data.image_size % config.scaling_factor == 0
-    (tmp_path / "photo.jpg").write_bytes(b"")
-    arguments = ["--config", str(ROOT / "docs/own_data.yaml"), f"data.root={tmp_path}", f"storage={tmp_path / 'runs'}"]
+    (photos := tmp_path / "photos").mkdir()
+    (photos / "photo.jpg").write_bytes(b"")
+    arguments = ["--config", str(ROOT / "docs/own_data.yaml"), f"data.root={photos}", f"storage={tmp_path / 'runs'}"]
     assert cli.main([*arguments, "--dry-run"]) == 0
     assert cli.main([*arguments, "--verify"], prog="prepare_data.py") == 2  # nothing is built
 
