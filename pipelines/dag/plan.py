@@ -81,18 +81,19 @@ def plan(
     code = {node.name: fingerprint.code_hashes((node.module, *node.modules), sources) for node in nodes}
     draft = Plan(store, (), asked, frozenset(keep), code)
     made: dict[str, Decision] = {}
-    missing: tuple[str, str] | None = None  # a selected node, and an input of it that will not be made
     for node in nodes:
         assert node.name not in made and made.keys() >= {*node.needs}, f"{node.name}: name or order"
         selected = not only or node.name in only
         known = {need: success for need in node.needs if (success := made[need].success)}
         unknown = [need for need in node.needs if need not in known]
-        absent = [need for need in unknown if made[need].action == NOT_SELECTED]
-        if selected and absent and missing is None:
-            missing = (node.name, absent[0])
+        absent = next((need for need in unknown if made[need].action == NOT_SELECTED), None)
         if unknown and not selected:
             reason = f"not selected; its input {unknown[0]} is not finished"
             made[node.name] = Decision(node, NOT_SELECTED, reason)
+        elif absent is not None:
+            why = made[absent].reason.removeprefix("not selected; ")
+            what = f"{node.name}: its input {absent} has no finished output for this configuration ({why})"
+            raise UserError(f"{what}; full_multidim.py makes it")
         elif unknown:
             made[node.name] = _before_upstream(node, known, unknown, draft)
         else:
@@ -103,12 +104,6 @@ def plan(
                 success = decision.success if done else None
                 decision = Decision(node, NOT_SELECTED, f"not selected; {why}", success=success)
             made[node.name] = decision
-    if missing is not None:
-        name, need = missing
-        why = made[need].reason.removeprefix("not selected; ")
-        raise UserError(
-            f"{name}: its input {need} has no finished output for this configuration ({why}); full_multidim.py makes it"
-        )
     return replace(draft, decisions=tuple(made.values()))
 
 
