@@ -90,11 +90,13 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
                 uri = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
                 named = registry.attempts_with_alias(uri, experiment=config.name)
                 found = status.find_garbage(plan, named=named)
-        print("\n".join([f"run folder: {store.uri}", *(each.line for each in found)]))
+        sizes = [sum(file.bytes for file in store.walk(each.folder)) for each in found]
+        print(f"run folder: {store.uri}")
+        for a, size in zip(found, sizes, strict=True):
+            print(f"{a.node}  {a.fingerprint}/{a.attempt}  {a.state}, {a.age}  {size:,} bytes")
         if delete:
             status.delete(store, found)
-    size, count = sum(each.bytes for each in found), len(found)
-    what = f"{count} attempt{'' if count == 1 else 's'}, {size:,} bytes"
+    what = f"{len(found)} attempt{'' if len(found) == 1 else 's'}, {sum(sizes):,} bytes"
     print(f"deleted: {what}" if delete else f"to be deleted by --gc --yes: {what}")
     return DONE
 

@@ -13,7 +13,6 @@ import itertools
 import posixpath
 from collections import deque
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from data_prep.files import Store
@@ -61,36 +60,18 @@ def _equals(success: Success | None, read: Any) -> bool:
     return attempts.content(success, read["reads"]) == read["content"]
 
 
-@dataclass(frozen=True)
-class Garbage:
-    """An attempt that nothing refers to."""
-
-    attempt: Attempt
-    bytes: int
-
-    @property
-    def line(self) -> str:
-        a = self.attempt
-        return f"{a.node}  {a.fingerprint}/{a.attempt}  {a.state}, {a.age}  {self.bytes:,} bytes"
-
-
-def find_garbage(plan: Plan, *, named: Container[str] = ()) -> list[Garbage]:
-    """named: ids of attempts that others refer to."""
+def find_garbage(plan: Plan, *, named: Container[str] = ()) -> list[Attempt]:
+    """Attempts that nothing refers to. named: ids of those that others refer to."""
     store = plan.store
     nodes = [posixpath.basename(entry.path) for entry in store.list("nodes") if entry.is_folder]
     past = {node: attempts.history(store, node) for node in nodes}  # also of nodes that the plan does not have
     kept = _kept(plan, past, named)
-    return [
-        Garbage(attempt, sum(file.bytes for file in store.walk(attempt.folder)))
-        for attempt in itertools.chain.from_iterable(past.values())
-        if attempt.folder not in kept
-    ]
+    return [attempt for attempt in itertools.chain.from_iterable(past.values()) if attempt.folder not in kept]
 
 
-def delete(store: Store, garbage: Iterable[Garbage]) -> None:
+def delete(store: Store, garbage: Iterable[Attempt]) -> None:
     """Call it only while holding the run folder's lock."""
-    for each in garbage:
-        folder = each.attempt.folder
+    for folder in (attempt.folder for attempt in garbage):
         store.delete(posixpath.join(folder, SUCCESS))  # first: what is half deleted must not look finished
         store.delete(folder)
         for above in (posixpath.dirname(folder), posixpath.dirname(posixpath.dirname(folder))):
