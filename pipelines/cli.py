@@ -32,7 +32,6 @@ atexit.register(gc.freeze)  # Python would search all that MLflow and Ray made f
 FULL, UNUSABLE = 1, 2
 INTERRUPTED = 130  # what shells make of SIGINT
 ONE_NODE = ("prepare_data", "evaluate", "sample")  # that a command of its own runs
-CHOICES = {option: key for key, option in OPTIONS.items()}
 
 
 class Parser(argparse.ArgumentParser):
@@ -92,11 +91,11 @@ def _parser(prog: str, about: str) -> Parser:
         return parser
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--dry-run", action="store_true", help="print the config and the plan, run nothing")
-    choose = {"--rerun": "run again even if up to date", "--keep": "keep the present output, whatever changed"}
+    choose = {"rerun": "run again even if up to date", "keep": "keep the present output, whatever changed"}
     if prog == "train_stage.py":
         parser.add_argument("--stage", required=True, help="one of the config's stages, e.g. size_upscale")
     elif prog == "full_multidim.py":
-        choose |= {"--only": "run these nodes only", "--from": "run again, with all nodes downstream"}
+        choose |= {"only": "run these nodes only", "start_from": "run again, with all nodes downstream"}
         instead.add_argument("--status", action="store_true", help="print the state of every node, run nothing")
         instead.add_argument("--gc", action="store_true", help="list attempts that are no longer needed, run nothing")
         parser.add_argument("--yes", action="store_true", help="with --gc: delete them")
@@ -109,9 +108,10 @@ def _parser(prog: str, about: str) -> Parser:
     elif prog == "evaluate.py":
         text = "print how two runs differ, image by image: RUN and the config's, or RUN and RUN; run nothing"
         instead.add_argument("--compare", action="append", metavar="RUN", help=text)
-    for option, text in choose.items():
-        own: dict[str, Any] = {"dest": CHOICES[option], "metavar": "NODE,...", "help": text}
-        parser.add_argument(option, action="extend", type=_names, default=[], **own)
+    for key, text in choose.items():
+        parser.add_argument(
+            OPTIONS[key], dest=key, action="extend", type=_names, default=[], metavar="NODE,...", help=text
+        )
     return parser
 
 
@@ -122,14 +122,14 @@ def _names(text: str) -> list[str]:
 def _run(arguments: argparse.Namespace) -> int:
     given, node = vars(arguments), arguments.command.removesuffix(".py")
     only = (node,) if node in ONE_NODE else ()
-    chosen = {key: tuple(given[key]) for key in CHOICES.values() if key in given}
+    chosen = {key: tuple(given[key]) for key in OPTIONS if key in given}
     if given.get("yes") and not arguments.gc:
         raise UserError("--yes belongs to --gc, which deletes what is no longer needed")
     for task, does in INSTEAD_OF_RUNNING.items():
         if given.get(task) not in (None, False):
-            for option, key in CHOICES.items():
-                if chosen.get(key):
-                    raise UserError(f"{option} {chosen[key][0]} excludes --{task.replace('_', '-')}: leave one out")
+            for key, nodes in chosen.items():
+                if nodes:
+                    raise UserError(f"{OPTIONS[key]} {nodes[0]} excludes --{task.replace('_', '-')}: leave one out")
             return does(arguments)
     config = _load(arguments)
     images = _user_images(config, only)
