@@ -138,22 +138,21 @@ def intact(store: Store, past: Iterable[Attempt]) -> Iterator[Success]:
     return (a.success for a in past if a.success is not None and not problems(store, a.success))
 
 
-def measure(store: Store, folder: str, named: Mapping[str, str], known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def measure(attempt: Store, named: Mapping[str, str], known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Size and checksum of every file that `named` covers; `known` are checksums that need not be computed again.
 
     Raises ValueError when a named output is not there or an empty folder.
     """
     outputs: dict[str, dict[str, Any]] = {}
     for name, relative in named.items():
-        entry = store.info(posixpath.join(folder, relative))
-        files = [] if entry is None else store.walk(entry.path) if entry.is_folder else [entry]
+        entry = attempt.info(relative)
+        files = [] if entry is None else attempt.walk(entry.path) if entry.is_folder else [entry]
         if not files:
             raise ValueError(f"output {name!r}: there is no file at {relative!r}")
         for file in files:
-            inside = posixpath.relpath(file.path, folder)
-            if inside in (SUCCESS, STARTED, ERROR, LOG):
-                continue  # the engine's own, and still growing
-            outputs[inside] = {"bytes": file.bytes, "sha256": known.get(inside) or store.sha256(file.path)}
+            if file.path not in (SUCCESS, STARTED, ERROR, LOG):  # the engine's own, and still growing
+                checksum = known.get(file.path) or attempt.sha256(file.path)
+                outputs[file.path] = {"bytes": file.bytes, "sha256": checksum}
     return dict(sorted(outputs.items()))
 
 

@@ -25,7 +25,7 @@ from pipelines.dag.attempts import Success
 from pipelines.dag.node import KEEP, NodeContext, Tracker
 from pipelines.dag.plan import NOT_SELECTED, RUN, SKIP, Decision, Plan, decide
 from pipelines.dag.progress import Display, Hub, clock
-from pipelines.dag.task import Outcome, Task, adopt, execute, failed, one_line
+from pipelines.dag.task import Outcome, adopt, execute, failed, one_line
 
 EXECUTED, SKIPPED, FAILED, BLOCKED = "executed", "skipped", "failed", "blocked"
 _POLL_SEC = 0.5
@@ -290,37 +290,37 @@ class _Engine:
             extends=decision.extends.output(store) if decision.extends else None,
             restarts=len(starts),
         )
-        task = Task(store, node.function, context, decision.ingredients, self.git_commit)
         # The next node may use the process, whose imports take seconds. After a GPU's node Ray ends it: memory is free.
         remote = self.ray.remote(max_retries=0, num_cpus=node.num_cpus, num_gpus=node.num_gpus)(execute)
-        reference = remote.options(name=f"node:{node.name}").remote(task, *self.imports)
+        named = remote.options(name=f"node:{node.name}")
+        reference = named.remote(node.function, context, decision.ingredients, self.git_commit, *self.imports)
         self.running[reference] = _Try(decision, attempt, time.monotonic(), faults)
         self.display.line(f"[{node.name}] starts: {decision.reason}")
 
     def _collect(self, reference: Any) -> None:
         running = self.running.pop(reference)
-        node, store = running.decision.node, self.plan.store
+        node = running.decision.node
         folder = attempts.attempt_folder(node.name, running.decision.fingerprint or "", running.attempt)
+        out = self.plan.store.sub(folder)
         try:
             outcome: Outcome = self.ray.get(reference)
         except self.ray.exceptions.RayError as error:  # its process died and could not write error.txt itself
-            outcome = failed(store, folder, error, f"{type(error).__name__}: {error}\n")
+            outcome = failed(out, error, f"{type(error).__name__}: {error}\n")
         seconds = time.monotonic() - running.since
         self.display.end(node.name)
         if outcome.success is not None:
             for picture in outcome.pictures:  # by the driver, which has opened MLflow anyway
                 with contextlib.suppress(OSError):
-                    self.tracker.show(node.name, picture, store.read_bytes(posixpath.join(folder, picture.path)))
+                    self.tracker.show(node.name, picture, out.read_bytes(picture.path))
             self._finish(node.name, self._recorded(outcome.success), EXECUTED)
             self.display.line(f"[{node.name}] done in {clock(seconds)}")
         elif outcome.is_fault and running.faults < node.max_failures:
             self._retry_later(running, outcome.error)
         else:
             self.tracker.finish(node.name, "FAILED")
-            report = NodeReport(FAILED, store.uri_of(folder), None, outcome.error, outcome.is_user_error)
-            self.reports[node.name] = report
+            self.reports[node.name] = NodeReport(FAILED, out.uri, None, outcome.error, outcome.is_user_error)
             self.display.line(f"[{node.name}] FAILED after {clock(seconds)}: {outcome.error}")
-            self.display.line(f"[{node.name}] see {store.uri_of(posixpath.join(folder, attempts.ERROR))}")
+            self.display.line(f"[{node.name}] see {out.uri_of(attempts.ERROR)}")
 
     def _recorded(self, success: Success) -> Success:
         """Ends the tracked run. Returns the success with its id, which the task did not know if the tracking server

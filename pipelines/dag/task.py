@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.files import Store, UserError, is_transient, naming_full_disk, printable
+from data_prep.files import Store, UserError, is_transient, naming_full_disk, open_store, printable
 from pipelines.dag import attempts, fingerprint
 from pipelines.dag.attempts import Success
 from pipelines.dag.masking import Masked, mask
@@ -34,21 +34,6 @@ _PEER_GONE = re.compile(r"gloo/transport|connection (closed|reset) by peer|nccl|
 
 
 @dataclass(frozen=True)
-class Task:
-    """Everything that the worker needs. Picklable."""
-
-    store: Store
-    function: str
-    context: NodeContext[Any]
-    ingredients: Mapping[str, Any]
-    git_commit: str
-
-    @property
-    def folder(self) -> str:
-        return attempts.attempt_folder(self.context.node, self.context.fingerprint, self.context.attempt)
-
-
-@dataclass(frozen=True)
 class Outcome:
     """What the driver gets back: a success, or else an error."""
 
@@ -59,31 +44,32 @@ class Outcome:
     pictures: Sequence[Picture] = ()
 
 
-def execute(task: Task, *after: None) -> Outcome:
+def execute(
+    function: str, context: NodeContext[Any], ingredients: Mapping[str, Any], git_commit: str, *after: None
+) -> Outcome:
     """Runs a node to its _SUCCESS.json, or leaves error.txt. Raises only when cancelled, or when storage is down."""
-    store, context, started = task.store, task.context, attempts.utc_now()
-    local = store.local(task.folder)
-    if local is not None:
+    out, started = open_store(context.out), attempts.utc_now()
+    if (local := out.local()) is not None:
         local.mkdir(parents=True, exist_ok=True)
-    store.delete(posixpath.join(task.folder, attempts.ERROR))
-    with naming_full_disk(context.out), kept_log(store, posixpath.join(task.folder, attempts.LOG)):
+    out.delete(attempts.ERROR)
+    with naming_full_disk(context.out), kept_log(out):
         try:
             if context.restarts:
                 with context.run.open() as run:
                     run.set_tags({"restarts": str(context.restarts)})
-            module, _, function = task.function.partition(":")
-            call = getattr(importlib.import_module(module), function)
+            module, _, name = function.partition(":")
+            call = getattr(importlib.import_module(module), name)
             root = Path(sys.modules[module.partition(".")[0]].__file__ or "").resolve().parents[1]  # on this machine
-            if changed := fingerprint.changed(task.ingredients.get("code", {}), root):
+            if changed := fingerprint.changed(ingredients.get("code", {}), root):
                 raise UserError(f"the code changed since this launch ({', '.join(changed)}); start again")
             with naming_full_disk(context.out):
                 result = call(context)
-            assert isinstance(result, NodeResult), f"{task.function} returned {type(result).__name__}, not a NodeResult"
-            outputs = attempts.measure(store, task.folder, result.outputs, result.sha256)
+            assert isinstance(result, NodeResult), f"{function} returned {type(result).__name__}, not a NodeResult"
+            outputs = attempts.measure(out, result.outputs, result.sha256)
         except Exception as error:
             text = traceback.format_exc()
             print(text, file=sys.stderr)
-            return failed(store, task.folder, error, text)
+            return failed(out, error, text)
     success = Success(
         node=context.node,
         fingerprint=context.fingerprint,
@@ -93,19 +79,19 @@ def execute(task: Task, *after: None) -> Outcome:
         outputs=outputs,
         named=dict(result.outputs),
         upstream={need: output.attempt for need, output in context.inputs.items()},
-        ingredients=dict(task.ingredients),
+        ingredients=dict(ingredients),
         metrics={key: float(value) for key, value in result.metrics.items()},
         mlflow_run_id=context.run.run_id,
-        git_commit=task.git_commit,
+        git_commit=git_commit,
     )
-    store.write_bytes(posixpath.join(task.folder, attempts.SUCCESS), success.to_bytes())
+    out.write_bytes(attempts.SUCCESS, success.to_bytes())
     return Outcome(success, pictures=result.pictures)
 
 
-def failed(store: Store, folder: str, error: BaseException, text: str) -> Outcome:
+def failed(out: Store, error: BaseException, text: str) -> Outcome:
     """Writes error.txt and says what kind of failure it was."""
     with contextlib.suppress(OSError):  # storage itself may be down, or full
-        store.write_text(posixpath.join(folder, attempts.ERROR), mask(text))
+        out.write_text(attempts.ERROR, mask(text))
     is_user_error = isinstance(root_cause(error), UserError)
     return Outcome(None, one_line(error), is_infrastructure_fault(error), is_user_error)
 
@@ -121,15 +107,15 @@ def adopt(store: Store, kept: Success, *, fingerprint: str, ingredients: Mapping
 
 
 @contextlib.contextmanager
-def kept_log(store: Store, file: str) -> Iterator[None]:
+def kept_log(out: Store) -> Iterator[None]:
     """Copies prints and log records of this process to a file in the attempt, after what an earlier try left there."""
-    local = store.local(file)
+    local = out.local(attempts.LOG)
     with contextlib.ExitStack() as stack:
         if local is None:
             local = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log.txt"
-            if store.exists(file):
-                store.download(file, local)
-            stack.callback(store.upload, local, file)
+            if out.exists(attempts.LOG):
+                out.download(attempts.LOG, local)
+            stack.callback(out.upload, local, attempts.LOG)
         kept = stack.enter_context(local.open("a", encoding="utf-8", errors="replace", buffering=1))
         stack.enter_context(contextlib.redirect_stdout(Masked(sys.stdout, copy=kept)))
         stack.enter_context(contextlib.redirect_stderr(Masked(sys.stderr, copy=kept)))

@@ -34,7 +34,7 @@ def test_measure_lists_every_file_below_an_output(store: Store) -> None:
     store.write_text("f/many/a", "22")
     store.write_text("f/many/deep/b", "333")
     store.write_text("f/unlisted", "4")
-    outputs = measure(store, "f", {"one": "one.txt", "many": "many"}, {"many/a": "known before"})
+    outputs = measure(store.sub("f"), {"one": "one.txt", "many": "many"}, {"many/a": "known before"})
     assert outputs == {
         "many/a": {"bytes": 2, "sha256": "known before"},
         "many/deep/b": {"bytes": 3, "sha256": hashlib.sha256(b"333").hexdigest()},
@@ -45,10 +45,10 @@ def test_measure_lists_every_file_below_an_output(store: Store) -> None:
 def test_the_engines_own_files_are_no_outputs(store: Store) -> None:
     for name in ("log.txt", "_STARTED.json", "value", "deep/log.txt"):
         store.write_text(f"f/{name}", "1")
-    assert list(measure(store, "f", {"all": "."}, {})) == ["deep/log.txt", "value"]
+    assert list(measure(store.sub("f"), {"all": "."}, {})) == ["deep/log.txt", "value"]
 
 
 def test_a_promised_output_that_is_not_there_fails(store: Store) -> None:
     store.write_text("f/x", "1")
     with pytest.raises(ValueError, match="output 'model': there is no file at 'model.bin'"):
-        measure(store, "f", {"model": "model.bin"}, {})
+        measure(store.sub("f"), {"model": "model.bin"}, {})

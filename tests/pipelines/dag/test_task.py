@@ -22,7 +22,7 @@ from toy.silent import SilentRun
 from data_prep.files import UserError, open_store
 from pipelines.dag.node import NodeContext
 from pipelines.dag.progress import Reporter
-from pipelines.dag.task import Task, execute, is_infrastructure_fault, one_line, root_cause
+from pipelines.dag.task import execute, is_infrastructure_fault, one_line, root_cause
 
 
 def from_task(error: Exception) -> Exception:
@@ -131,6 +131,6 @@ def test_code_that_changed_since_the_launch_is_not_run(tmp_path: Path) -> None:
     context = NodeContext(
         "prepare", decision.fingerprint, "a", Toy(), {}, str(tmp_path), SilentRun(), Reporter("x"), True
     )
-    outcome = execute(Task(open_store(tmp_path), "toy.nodes:write", context, planned, "unknown"))
+    outcome = execute("toy.nodes:write", context, planned, "unknown")
     assert outcome.is_user_error and not (tmp_path / "value.txt").exists()
     assert outcome.error == "the code changed since this launch (toy.nodes); start again"

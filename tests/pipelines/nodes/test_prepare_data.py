@@ -15,11 +15,11 @@ from PIL import Image
 from toy.context import context
 
 from data_prep.config import DataConfig
-from data_prep.files import UserError, open_store
+from data_prep.files import UserError
 from data_prep.sources import identify
 from pipelines.config import PrepareDataNodeConfig
 from pipelines.dag.node import NodeContext
-from pipelines.dag.task import Task, execute
+from pipelines.dag.task import execute
 from pipelines.nodes import prepare_data
 
 GOOD = DataConfig(dataset="pictures", image_size=8, resolutions=[8], bits=[8], max_quarantine_fraction=0.0)
@@ -68,8 +68,7 @@ def test_an_unusable_source_is_reported_in_one_line(
     with pytest.raises(UserError) as mistake:
         prepare_data.run(made)
     assert str(mistake.value).startswith(message) and "\n" not in str(mistake.value)
-    task = Task(open_store(tmp_path), "pipelines.nodes.prepare_data:run", made, {}, "unknown")
-    outcome = execute(task)
+    outcome = execute("pipelines.nodes.prepare_data:run", made, {}, "unknown")
     assert outcome.is_user_error and outcome.error == str(mistake.value) and not outcome.is_fault
 
 
@@ -96,7 +95,7 @@ def test_other_errors_are_not_reported_as_the_users(
 
     (tmp_path / "raw").mkdir()
     photos(tmp_path / "raw")
-    task = Task(open_store(tmp_path), "pipelines.nodes.prepare_data:run", context_of(tmp_path), {}, "unknown")
+    made = context_of(tmp_path)
     monkeypatch.setattr("data_prep.sources.base.open_store" if lost else "data_prep.build.make_plan", fails)
-    outcome = execute(task)
+    outcome = execute("pipelines.nodes.prepare_data:run", made, {}, "unknown")
     assert (outcome.is_user_error, outcome.is_fault) == (False, lost) and str(error) in outcome.error

@@ -14,7 +14,7 @@ from pipelines.dag.fingerprint import Sources
 from pipelines.dag.node import Node, NodeContext
 from pipelines.dag.plan import Plan, decide, plan
 from pipelines.dag.progress import Reporter
-from pipelines.dag.task import Task, adopt, execute
+from pipelines.dag.task import adopt, execute
 from toy.nodes import Toy
 from toy.silent import SilentRun
 
@@ -75,7 +75,7 @@ def carry_out(made: Plan, *, broken: Sequence[str] = (), lock: str | None = None
             run=SilentRun(),
             progress=Reporter(node.name),
         )
-        outcome = execute(Task(store, node.function, context, decision.ingredients, "unknown"))
+        outcome = execute(node.function, context, decision.ingredients, "unknown")
         assert outcome.success is not None, outcome.error
         known[node.name] = outcome.success
         ran.append(node.name)
@@ -108,7 +108,7 @@ def seal(made: Plan, files: Mapping[str, Mapping[str, str | bytes]] | None = Non
             attempt=attempt,
             started=attempts.utc_now(),
             finished=attempts.utc_now(),
-            outputs=attempts.measure(made.store, folder, named, {}),
+            outputs=attempts.measure(made.store.sub(folder), named, {}),
             named=named,
             upstream={need: known[need].attempt for need in node.needs},
             ingredients=decision.ingredients,
