@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import posixpath
 import signal
 import threading
 import time
@@ -259,11 +258,11 @@ class _Engine:
         node, store = decision.node, self.plan.store
         assert decision.fingerprint is not None and decision.ingredients is not None
         attempt = decision.attempt or attempts.new_attempt_id(store, node.name)
-        folder = attempts.attempt_folder(node.name, decision.fingerprint, attempt)
+        out = store.sub(attempts.attempt_folder(node.name, decision.fingerprint, attempt))
         before: dict[str, Any] = {}
         if decision.attempt:
             with contextlib.suppress(FileNotFoundError, ValueError):
-                before = json.loads(store.read_bytes(posixpath.join(folder, attempts.STARTED)))
+                before = json.loads(out.read_bytes(attempts.STARTED))
         starts = before.get("starts", [])
         handle = self.tracker.start_node(
             node.name,
@@ -277,14 +276,14 @@ class _Engine:
             "mlflow_run_id": handle.run_id,
             "lock": self.lock.token if self.lock is not None else None,  # whose work it is
         }
-        store.write_bytes(posixpath.join(folder, attempts.STARTED), json.dumps(started, indent=1).encode())
+        out.write_text(attempts.STARTED, json.dumps(started, indent=1))
         context = NodeContext[Any](
             node=node.name,
             fingerprint=decision.fingerprint,
             attempt=attempt,
             config=node.config,
             inputs={need: self.made[need].output(store) for need in node.needs},
-            out=store.uri_of(folder),
+            out=out.uri,
             run=handle,
             progress=self.hub.reporter(node.name),
             extends=decision.extends.output(store) if decision.extends else None,
@@ -299,9 +298,8 @@ class _Engine:
 
     def _collect(self, reference: Any) -> None:
         running = self.running.pop(reference)
-        node = running.decision.node
-        folder = attempts.attempt_folder(node.name, running.decision.fingerprint or "", running.attempt)
-        out = self.plan.store.sub(folder)
+        node, made_by = running.decision.node, running.decision.fingerprint or ""
+        out = self.plan.store.sub(attempts.attempt_folder(node.name, made_by, running.attempt))
         try:
             outcome: Outcome = self.ray.get(reference)
         except self.ray.exceptions.RayError as error:  # its process died and could not write error.txt itself
@@ -328,8 +326,7 @@ class _Engine:
         history = []
         if "history" in success.named:
             with contextlib.suppress(OSError, ValueError):  # storage may be down; the work is done all the same
-                file = posixpath.join(success.folder, success.named["history"])
-                history = json.loads(self.plan.store.read_bytes(file))
+                history = json.loads(self.plan.store.sub(success.folder).read_bytes(success.named["history"]))
         run_id = self.tracker.finish(success.node, "FINISHED", metrics=success.metrics, history=history)
         return replace(success, mlflow_run_id=success.mlflow_run_id or run_id)
 

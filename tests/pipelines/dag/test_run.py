@@ -279,7 +279,7 @@ def test_a_node_that_storage_does_not_let_start_fails_alone(store: Store, monkey
     write = Store.write_bytes
 
     def full(self: Store, path: str, content: bytes) -> None:
-        if path.startswith("nodes/b/"):
+        if "/nodes/b/" in self.path(path):
             raise OSError(errno.ENOSPC, "no space left on device")
         write(self, path, content)
 
