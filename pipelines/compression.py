@@ -27,7 +27,7 @@ from data_prep.files import Store, UserError, open_store, printable
 from data_prep.parquet import low_depth, open_dataset
 from pipelines import cluster, pipeline
 from pipelines.config import ExperimentConfig, stage_names, train_node
-from pipelines.dag import attempts, plan
+from pipelines.dag import attempts
 from pipelines.dag.attempts import Success
 from pipelines.dag.progress import Display, Update
 from pipelines.nodes import images
@@ -36,7 +36,7 @@ from pipelines.nodes.memory import naming_full_memory
 from pipelines.nodes.pictures import png
 from pipelines.nodes.sample import ON_CPU
 from pipelines.nodes.trained import load_stages
-from pipelines.start import accessing, nodes_of, run_folder
+from pipelines.start import accessing, plan_of, run_folder
 from spn.config import PRECISIONS
 from spn.decoding import coding
 from spn.model import SPN
@@ -107,8 +107,8 @@ def compress(config: ExperimentConfig, target: Store, *, check: bool) -> int:
     """Codes the user's images or, without any, the test split. Raises UserError for what is missing or does not fit."""
     store = run_folder(config)
     with accessing(store):  # sample.py needs the same networks
-        planned = plan.plan(nodes_of(config, store), store, sources=pipeline.SOURCES, only=["sample"])
-    made = {decision.node.name: decision.success for decision in planned.decisions if decision.success}
+        plan = plan_of(config, store, "sample")
+    made = {decision.node.name: decision.success for decision in plan.decisions if decision.success}
     networks = {stage: made[train_node(stage)] for stage in stage_names(config)}
     keys, values = _images(config, made["prepare_data"], store)
     resources = config.resources.per_node["sample"]

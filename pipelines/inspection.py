@@ -15,18 +15,17 @@ import pyarrow.compute as pc
 from rich.console import Console
 from rich.table import Table
 
-from data_prep.files import Store, UserError, join, open_store, parent, printable
+from data_prep.files import UserError, join, open_store, parent, printable
 from data_prep.lock import Lock
 from data_prep.parquet import open_dataset
 from data_prep.verify import counts, verify
 from pipelines import pipeline, tracking
 from pipelines.config import ExperimentConfig, stage_model_config, stage_names, train_node
-from pipelines.dag import plan as planning
 from pipelines.dag import status
 from pipelines.dag.attempts import history
 from pipelines.dag.progress import Display, Update
 from pipelines.nodes import registry
-from pipelines.start import MARKER, accessing, locked, nodes_of, run_folder
+from pipelines.start import MARKER, accessing, locked, plan_of, run_folder
 
 DONE, DAMAGED = 0, 1
 # What GPU-hours rest on: the share of the card's FLOP/s (spn.gpu.flops) that training and scoring reach. Measured on
@@ -64,15 +63,11 @@ print(bits_per_dim(float(nats.sum()), num_images=4, image_size={image_size}))
 """
 
 
-def _plan(config: ExperimentConfig, store: Store, *only: str) -> planning.Plan:
-    return planning.plan(nodes_of(config, store), store, sources=pipeline.SOURCES, only=only)
-
-
 def show_status(config: ExperimentConfig) -> int:
     """Prints what the run folder holds of every node. Needs neither Ray nor MLflow."""
     store = run_folder(config)
     with accessing(store):
-        table = status.lines(_plan(config, store))
+        table = status.lines(plan_of(config, store))
     print("\n".join([f"run folder: {store.uri}", *table]))
     return DONE
 
@@ -85,7 +80,7 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
     store = run_folder(config)
     with locked(Lock(store)) if delete and store.list("nodes") else contextlib.nullcontext():
         with accessing(store):
-            plan = _plan(config, store)
+            plan = plan_of(config, store)
             if found := status.find_garbage(plan):  # else there is no need to ask MLflow
                 uri = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
                 named = registry.attempts_with_alias(uri, experiment=config.name)
@@ -109,7 +104,7 @@ def export(config: ExperimentConfig, where: str) -> int:
     store, target, stages = run_folder(config), open_store(where), stage_names(config)
     if target.info() is not None:
         raise UserError(f"--export: {where} exists; remove it or choose another name")
-    plan = _plan(config, store, "evaluate")
+    plan = plan_of(config, store, "evaluate")
     if (evaluated := plan["evaluate"].success) is None:
         raise UserError(f"--export: evaluate has no finished output ({plan['evaluate'].reason}); run it first")
     for stage in stages:
@@ -148,7 +143,7 @@ def verify_dataset(uri: str) -> int:
 def dataset_of(config: ExperimentConfig) -> str:
     """URI of the dataset that the config's nodes would read now. Raises UserError when it is not built."""
     store, node = run_folder(config), "prepare_data"
-    decision = _plan(config, store, node)[node]
+    decision = plan_of(config, store, node)[node]
     if decision.success is None:
         raise UserError(f"--verify: config {config.name} has no finished dataset ({decision.reason}); build it first")
     return decision.success.output(store).place("dataset")

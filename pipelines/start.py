@@ -92,8 +92,7 @@ def start(
             for shortfall in running.shortfalls(plan.decisions, session.resources):
                 print(f"note: {shortfall} now; it waits until there is more")
             warm = running.warm_up(plan) if session.capacity else None
-            names = {"--only": only, **{OPTIONS[key]: names for key, names in chosen.items()}}
-            options = [f"{option} {','.join(nodes)}" for option, nodes in names.items() if nodes]
+            options = [f"{OPTIONS[key]} {','.join(names)}" for key, names in {"only": only, **chosen}.items() if names]
             ledger = _ledger(config, store, uri, overrides, options)
             print("\n".join(f"{what:<12} {where}" for what, where in ledger.parent.links().items()), flush=True)
             report = _run(plan, session, lock, ledger, warm)
@@ -127,11 +126,7 @@ def _ledger(
     changed = [word for word in overrides if not word.startswith(("storage=", "tracking.", "resources."))]
     name = " ".join([config.name, *changed, *options])[:250]  # longer ones are refused by some databases
     ledger.start_pipeline(
-        tags={
-            "config": config.name,
-            "git_commit": cluster.git_commit(),
-            tracking.NAME: name,
-        },
+        tags={"config": config.name, "git_commit": cluster.git_commit(), tracking.NAME: name},
         params=dict(word.split("=", 1) for word in changed),  # the nodes' runs have their sections of the config
         config=to_yaml(config),
     )
@@ -141,8 +136,7 @@ def _ledger(
 def _run(
     plan: planning.Plan, session: cluster.ClusterInfo, lock: Lock, ledger: tracking.Ledger, warm: running.Warm | None
 ) -> running.RunReport:
-    display = Display()
-    status = "FAILED"
+    display, status = Display(), "FAILED"
     try:
         report = running.run(
             plan,
@@ -154,6 +148,7 @@ def _run(
             warm=warm,
         )
         status = "FINISHED" if report.ok else "FAILED"
+        return report
     except KeyboardInterrupt:
         status = "KILLED"
         lock.release()  # before MLflow is waited for: this process may be killed meanwhile
@@ -161,7 +156,6 @@ def _run(
     finally:
         display.close()
         ledger.close(status)
-    return report
 
 
 def _sum_up(report: running.RunReport, store: Store, handle: tracking.RunHandle, *, whole: bool) -> int:
@@ -301,6 +295,11 @@ def nodes_of(config: ExperimentConfig, store: Store, *, images: UserImages | Non
         if Path(store.uri).is_relative_to(open_store(root).uri):
             raise UserError(f"storage: {store.uri} is below data.root, {root}; its pictures would be taken for photos")
     return nodes
+
+
+def plan_of(config: ExperimentConfig, store: Store, *only: str) -> planning.Plan:
+    """What a start of these nodes (of all, if none is named) would do."""
+    return planning.plan(nodes_of(config, store), store, sources=pipeline.SOURCES, only=only)
 
 
 def _roots(store: Store, config: ExperimentConfig) -> tuple[str | None, str]:
