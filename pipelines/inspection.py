@@ -248,13 +248,9 @@ def describe_stage(config: ExperimentConfig, stage: str) -> dict[str, Any]:
 
 
 def _gpu_hours(flops: float) -> float:
-    return flops / (MFU * _flops_per_sec()) / 3600
+    from spn.gpu.flops import PEAK_FLOPS  # torch
 
-
-def _flops_per_sec() -> float:
-    from spn.gpu.flops import PEAK_FLOPS
-
-    return PEAK_FLOPS[GPU]
+    return flops / (MFU * PEAK_FLOPS[GPU]) / 3600
 
 
 def _amount(value: float) -> str:
@@ -262,6 +258,8 @@ def _amount(value: float) -> str:
 
 
 def described(description: dict[str, Any]) -> str:
+    from spn.gpu.flops import PEAK_FLOPS  # torch
+
     lines = []
     for stage, found in description["stages"].items():
         counts, workers, gflops = found["parameters"], found["num_workers"], _amount(found["flops_per_slice"] / 1e9)
@@ -277,6 +275,6 @@ def described(description: dict[str, Any]) -> str:
     lines += [
         f"scoring 1,000 images: about {_amount(60 * description['scoring_gpu_hours'])} GPU-minutes",
         f"all stages: about {_amount(description['gpu_hours'])} GPU-hours of an {GPU}, if training and scoring in "
-        f"bfloat16 reach {MFU:.0%} of {_flops_per_sec() / 1e12:.0f} TFLOP/s (assumed)",
+        f"bfloat16 reach {MFU:.0%} of {PEAK_FLOPS[GPU] / 1e12:.0f} TFLOP/s (assumed)",
     ]
     return "\n".join(lines)
