@@ -52,9 +52,8 @@ class Node:
     @property
     def total_cost(self) -> dict[str, float]:
         """Resources that the node occupies while it runs."""
-        own = {"CPU": self.num_cpus, "GPU": self.num_gpus}
-        total = {name: max(own.get(name, 0), self.cost.get(name, 0)) for name in {*own, *self.cost}}
-        return {name: amount for name, amount in sorted(total.items()) if amount > 0}
+        total = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.cost}
+        return {name: amount for name, amount in total.items() if amount > 0}
 
 
 @dataclass(frozen=True)
