@@ -195,13 +195,14 @@ class UserImages:
     num_fitted: int = 0  # of the images, those that were cropped or resized
 
     @property
-    def digests(self) -> list[str]:
-        """Of each image's values, whatever its file is called."""
-        return [hashlib.sha256(value.tobytes()).hexdigest()[:16] for value in self.values]
+    def digests(self) -> dict[str, str]:
+        """By key: of each image's values, whatever its file is called."""
+        found = (hashlib.sha256(value.tobytes()).hexdigest()[:16] for value in self.values)
+        return dict(zip(self.keys, found, strict=True))
 
     @property
     def digest(self) -> str:
-        parts = [str(self.num_bits), *(f"{key} {digest}" for key, digest in zip(self.keys, self.digests, strict=True))]
+        parts = [str(self.num_bits), *(f"{key} {digest}" for key, digest in self.digests.items())]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def describe(self, *, num_draws: int) -> str:

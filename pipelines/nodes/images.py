@@ -65,7 +65,7 @@ def sample(context: NodeContext[SampleNodeConfig]) -> NodeResult:
     store = open_store(context.out).sub(FOLDER)
     to_draw = Chunk(
         keys=tuple(f"{key}-{number:02d}" for key in user.keys for number in range(num_draws)),
-        seeds=tuple(f"{digest}/{number}" for digest in user.digests for number in range(num_draws)),
+        seeds=tuple(f"{digest}/{number}" for digest in user.digests.values() for number in range(num_draws)),
         given=user.values.repeat(num_draws, axis=0),
     )
     chunks = draw(Job(config, context.inputs, store.uri), to_draw, progress=context.progress)
@@ -78,7 +78,7 @@ def sample(context: NodeContext[SampleNodeConfig]) -> NodeResult:
     store.write_bytes(GRID, png(picture))
     frames = generation_frames(values[0], list(configs.values()), given_bits=given_bits)
     store.write_bytes(ANIMATION, animation(frames))
-    store.write_text(RECORD, json.dumps({**record(context, chunks), "images": _named_digests(user)}, indent=1))
+    store.write_text(RECORD, json.dumps({**record(context, chunks), "images": user.digests}, indent=1))
     shown = [Picture(f"{FOLDER}/{GRID}", f"user_images/{config.use}")]
     return NodeResult(outputs={"images": FOLDER}, metrics=counts(chunks), pictures=shown)
 
@@ -95,7 +95,7 @@ def score(context: NodeContext[EvaluateNodeConfig]) -> NodeResult:
     store.write_bytes(CSV, buffer.getvalue().to_pybytes())
     networks = {stage: context.inputs[train_node(stage)].attempt for stage in config.stages}
     how = {"use": "scores", "stages": config.stages, "bits": user.num_bits, "batch_size": config.batch_size}
-    store.write_text(RECORD, json.dumps({**how, "networks": networks, "images": _named_digests(user)}, indent=1))
+    store.write_text(RECORD, json.dumps({**how, "networks": networks, "images": user.digests}, indent=1))
     scores = table.drop_columns("key").to_pydict()
     metrics = {f"user_images/bits_per_dim/{part}": sum(bits) / len(bits) for part, bits in scores.items()}
     with context.run.open() as run:
@@ -115,10 +115,6 @@ def _read_images(keys: Sequence[str], images: np.ndarray, rows: range) -> tuple[
 def csv_text(name: str) -> str:
     """A name for a table that spreadsheets open: on one line, and no formula."""
     return ("'" if name.startswith(("=", "+", "-", "@")) else "") + printable(name)
-
-
-def _named_digests(user: UserImages) -> dict[str, str]:
-    return dict(zip(user.keys, user.digests, strict=True))
 
 
 def _given_bits(drawing: SampleNodeConfig, network: SPNConfig) -> np.ndarray:

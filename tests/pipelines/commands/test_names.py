@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from data_prep.images import UnusableImage
 from data_prep.parquet import QUARANTINE, QUARANTINE_SCHEMA, Manifest, Shard
 from pipelines import inspection, start
 from pipelines.cli import run_guarded
+from pipelines.config import UserImages
 from pipelines.dag.task import one_line
 from pipelines.nodes import images, report
 from pipelines.tracking import RunHandle
@@ -88,5 +90,6 @@ def test_a_table_for_spreadsheets_has_one_cell_and_no_formula_per_name() -> None
 
 
 def test_records_escape_names() -> None:
-    text = json.dumps(images._named_digests(types.SimpleNamespace(keys=[NAME], digests=["x"])))
-    assert text.isprintable() and json.loads(text) == {NAME: "x"}
+    user = UserImages("score_images", (NAME,), np.zeros((1, 8, 8, 3), np.uint8), 8, ("baseline",))
+    text = json.dumps(user.digests)
+    assert text.isprintable() and list(json.loads(text)) == [NAME]

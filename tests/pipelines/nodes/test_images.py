@@ -177,7 +177,7 @@ def test_digest_follows_names_and_values(tmp_path):
     other = images.for_scoring(config(save(tmp_path / "a.png", photo(16, seed=1))))
     renamed = images.for_scoring(config(save(tmp_path / "b.png", photo(16))))
     assert len({one.digest, other.digest, renamed.digest}) == 3
-    assert one.digests == renamed.digests != other.digests
+    assert one.digests["a.png"] == renamed.digests["b.png"] != other.digests["a.png"]
 
 
 # ---- what does not fit ---------------------------------------------------------------------------------------------
