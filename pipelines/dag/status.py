@@ -92,14 +92,10 @@ def _kept(plan: Plan, past: Mapping[str, list[Attempt]], named: Container[str]) 
         queue += [(node, each) for each in (found[0].attempt, *configs.values()) if found]
         queue += [(node, each.attempt) for each in found if each.attempt in named]
     kept: set[str] = set()
-    seen: set[tuple[str, str]] = set()
     while queue:
-        pair = queue.popleft()
-        if pair in seen:
-            continue
-        seen.add(pair)
-        for attempt in past.get(pair[0], ()):
-            if attempt.attempt != pair[1]:  # the original and its adoptions share the id
+        node, wanted = queue.popleft()
+        for attempt in past.get(node, ()):
+            if attempt.attempt != wanted or attempt.folder in kept:  # the original and its adoptions share the id
                 continue
             kept.add(attempt.folder)
             for above, made_from in attempt.success.upstream.items() if attempt.success else ():
