@@ -148,30 +148,30 @@ def for_sampling(config: ExperimentConfig) -> UserImages:
     use, stages = config.sample.use, stage_names(config)
     if use is None:
         raise UserError("images is set, but sample.use is not; sample.use=size_upscale, depth_upscale or complete")
-    low, size = config.bits[0], config.data.image_size
     if use != "complete" and config.sample.num_given is not None:
         raise UserError(f"sample.num_given is for sample.use=complete; {use} takes the whole image as given")
+    if use != "complete" and use not in config.stages:
+        raise UserError(f"sample.use is {use}, but config {config.name} has no stage {use}; it has {config.stages}")
+    size, bits = config.data.image_size, config.bits[0]
+    side, what = size, f"sample.use={use} takes {size}x{size} images"
     if use == "size_upscale":
-        _need_stage(use, "size_upscale", config)
-        side, bits, stages = size // config.scaling_factor, low, [s for s in stages if s != "first_slice"]
+        side, stages = size // config.scaling_factor, [s for s in stages if s != "first_slice"]
         what = f"sample.use=size_upscale takes {side}x{side} images: slice (0, 0) of {size}x{size}"
     elif use == "depth_upscale":
-        _need_stage(use, "depth_upscale", config)
-        side, bits = size, low if config.image_bits in (8, None) else config.image_bits
+        if config.image_bits not in (8, None):
+            bits = config.image_bits
         if bits not in config.bits[:-1]:
             depths = " or ".join(str(b) for b in (*config.bits[:-1], 8))
             raise UserError(f"image_bits is {config.image_bits}; this chain upscales images of {depths} bits")
         later = [stage_model_config(config, stage) for stage in stages]
         stages = [model.stage for model in later if model.num_given_bits >= bits]
-        what = f"sample.use=depth_upscale takes {size}x{size} images"
     else:
-        side, bits, given = size, low, config.sample.num_given
+        given = config.sample.num_given
         most, parts = (size - 1, "rows") if "baseline" in stages else (config.scaling_factor**2 - 1, "slices")
         if not 1 <= (given or 0) <= most:  # only a beginning of the order of generation has an exact conditional
-            what = f"the first 1 to {most} {parts} of an image can be given"
-            raise UserError(f"sample.num_given is {given or 'not set'}; {what}")
+            allowed = f"the first 1 to {most} {parts} of an image can be given"
+            raise UserError(f"sample.num_given is {given or 'not set'}; {allowed}")
         stages = [s for s in stages if s != "first_slice"]
-        what = f"sample.use=complete takes {size}x{size} images"
     _check_bits(config.image_bits, bits)
     keys, values, num_fitted = _read(config, side=side, what=what, bits=bits)
     return UserImages(SAMPLE_IMAGES, _names(keys), values, bits, tuple(stages), num_fitted)
@@ -185,11 +185,6 @@ def for_scoring(config: ExperimentConfig) -> UserImages:
     _check_bits(config.image_bits, bits)
     keys, values, num_fitted = _read(config, side=size, what=f"the model scores {size}x{size} images", bits=bits)
     return UserImages(SCORE_IMAGES, keys, values, bits, tuple(stages), num_fitted)
-
-
-def _need_stage(use: str, kind: str, config: ExperimentConfig) -> None:
-    if kind not in config.stages:
-        raise UserError(f"sample.use is {use}, but config {config.name} has no stage {kind}; it has {config.stages}")
 
 
 def _check_bits(image_bits: int | None, bits: int) -> None:
