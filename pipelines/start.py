@@ -28,6 +28,7 @@ from pipelines.dag.attempts import ERROR
 from pipelines.dag.masking import mask_uris
 from pipelines.dag.node import Node
 from pipelines.dag.progress import Display
+from pipelines.dag.run import BLOCKED, FAILED, NodeReport
 from pipelines.loading import resolve_storage, to_yaml
 
 DONE, NODE_FAILED = 0, 1
@@ -95,9 +96,9 @@ def start(
             options = [f"{OPTIONS[key]} {','.join(names)}" for key, names in {"only": only, **chosen}.items() if names]
             ledger = _ledger(config, store, uri, overrides, options)
             print("\n".join(f"{what:<12} {where}" for what, where in ledger.parent.links().items()), flush=True)
-            report = _run(plan, session, lock, ledger, warm)
+            reports = _run(plan, session, lock, ledger, warm)
             try:
-                return _sum_up(report, store, ledger.parent, whole=not only)
+                return _sum_up(reports, store, ledger.parent, whole=not only)
             except UserError:  # of this config, which is then not the one to go on with
                 if before is not None:
                     store.write_bytes(MARKER, before)
@@ -135,10 +136,10 @@ def _ledger(
 
 def _run(
     plan: planning.Plan, session: cluster.ClusterInfo, lock: Lock, ledger: tracking.Ledger, warm: running.Warm | None
-) -> running.RunReport:
+) -> dict[str, NodeReport]:
     display, status = Display(), "FAILED"
     try:
-        report = running.run(
+        reports = running.run(
             plan,
             tracker=ledger,
             display=display,
@@ -147,8 +148,8 @@ def _run(
             lock=lock,
             warm=warm,
         )
-        status = "FINISHED" if report.ok else "FAILED"
-        return report
+        status = "FAILED" if any(node.state == FAILED for node in reports.values()) else "FINISHED"
+        return reports
     except KeyboardInterrupt:
         status = "KILLED"
         lock.release()  # before MLflow is waited for: this process may be killed meanwhile
@@ -158,37 +159,37 @@ def _run(
         ledger.close(status)
 
 
-def _sum_up(report: running.RunReport, store: Store, handle: tracking.RunHandle, *, whole: bool) -> int:
+def _sum_up(reports: dict[str, NodeReport], store: Store, handle: tracking.RunHandle, *, whole: bool) -> int:
     """Prints how each node ended and where to look; the exit code."""
     print(flush=True)
-    failed = {name: node for name, node in report.nodes.items() if node.state == "failed"}
+    failed = {name: node for name, node in reports.items() if node.state == FAILED}
     if failed and all(node.is_user_error for node in failed.values()):
         raise UserError("; ".join(f"{name}: {node.error}" for name, node in failed.items()))
-    if not report.ok:
-        for name, node in report.nodes.items():
-            if node.state == "failed":
+    if failed:
+        for name, node in reports.items():
+            if node.state == FAILED:
                 print(f"{name} failed: {node.error}")
                 if node.uri is not None:
                     print(f"  its log: {join(node.uri, ERROR)}")
-            elif node.state == "blocked":
+            elif node.state == BLOCKED:
                 print(f"{name} was not started: {node.error}")
         print("Fix the cause and run the same command again: it resumes from here; --rerun NODE runs a node afresh.")
         return NODE_FAILED
     if not whole:
-        for name, node in report.nodes.items():
-            if node.state != "not selected":
+        for name, node in reports.items():
+            if node.state != planning.NOT_SELECTED:
                 print(f"{name} {node.state}: {node.uri}")
     with handle.open() as run:
-        print_summary(report, store, run)
+        print_summary(reports, store, run)
     return DONE
 
 
-def print_summary(report: running.RunReport, store: Store, run: tracking.NodeRun) -> None:
+def print_summary(reports: Mapping[str, NodeReport], store: Store, run: tracking.NodeRun) -> None:
     """Prints bits/dim per stage and in all, the dataset's counts, and where to look; of each what this start has.
 
     Of user images only the latter: the dataset is not theirs. The launch's run gets the bits/dim and the sample grid.
     """
-    console, uris = Console(), {name: node.uri for name, node in report.nodes.items() if node.uri is not None}
+    console, uris = Console(), {name: node.uri for name, node in reports.items() if node.uri is not None}
     if "evaluate" in uris:
         results = json.loads(open_store(uris["evaluate"]).read_bytes("results.json"))
         console.print(bits_table(results))

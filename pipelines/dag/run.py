@@ -48,17 +48,6 @@ class NodeReport:
     is_user_error: bool = False  # failed because of the user's data or configuration, as `error` says
 
 
-@dataclass(frozen=True)
-class RunReport:
-    """How a launch ended."""
-
-    nodes: Mapping[str, NodeReport]
-
-    @property
-    def ok(self) -> bool:
-        return not any(node.state in (FAILED, BLOCKED) for node in self.nodes.values())
-
-
 def shortfalls(decisions: Iterable[Decision], resources: Mapping[str, float], where: str = "the cluster") -> list[str]:
     """One line for each node that is sure to run and needs more than the `resources` of `where`."""
     return [
@@ -101,8 +90,8 @@ def run(
     git_commit: str = "unknown",
     lock: Lock | None = None,
     warm: Warm | None = None,
-) -> RunReport:
-    """Carries out a plan in the connected Ray session.
+) -> dict[str, NodeReport]:
+    """Carries out a plan in the connected Ray session. Returns how each node ended.
 
     capacity: resources that nodes share while they run side by side; None submits every node that is ready, and Ray's
     queue decides. warm: what `warm_up` returned. The tracker's pipeline run must be open and is not closed here. On
@@ -152,7 +141,7 @@ class _Engine:
 
         self.ray = ray
 
-    def run(self) -> RunReport:
+    def run(self) -> dict[str, NodeReport]:
         for decision in self.plan.decisions:
             if decision.action == NOT_SELECTED:
                 self._finish(decision.node.name, decision.success, NOT_SELECTED)
@@ -172,7 +161,7 @@ class _Engine:
                     self._collect(reference)
             elif len(self.reports) < len(self.plan.decisions):
                 time.sleep(_POLL_SEC)
-        return RunReport({name: self.reports[name] for name in self.plan.names})
+        return {name: self.reports[name] for name in self.plan.names}
 
     @property
     def made(self) -> dict[str, Success]:

@@ -26,7 +26,7 @@ from data_prep.sources import BUILT_IN_PHOTOS
 from pipelines import cli, cluster, pipeline, start
 from pipelines.config import node_names, stage_names
 from pipelines.dag.plan import plan
-from pipelines.dag.run import NodeReport, RunReport
+from pipelines.dag.run import NodeReport
 from pipelines.loading import load, to_yaml
 from pipelines.tracking import Ledger, RunHandle
 
@@ -254,7 +254,7 @@ def test_a_cluster_that_may_grow_is_waited_for(command: Command, monkeypatch: py
     monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo({"CPU": 4.0}, None))
     monkeypatch.setattr(cluster, "disconnect", lambda: None)
     monkeypatch.setattr(start, "_ledger", lambda *_: Ledger())
-    monkeypatch.setattr(start, "_run", lambda plan, *_: RunReport({}))
+    monkeypatch.setattr(start, "_run", lambda plan, *_: {})
     monkeypatch.setattr(start, "_sum_up", lambda *_, **__: 0)
     code, out, err = command("full_multidim.py", "resources.num_workers=8")
     assert (code, err) == (0, "")
@@ -415,7 +415,7 @@ def test_a_mistake_that_only_a_node_could_find_is_one_too(others: str, tmp_path:
         "b": NodeReport(others, error="needs a"),
         "c": NodeReport("executed"),
     }
-    end = functools.partial(start._sum_up, RunReport(nodes), open_store(tmp_path), RunHandle(), whole=True)
+    end = functools.partial(start._sum_up, nodes, open_store(tmp_path), RunHandle(), whole=True)
     if others == "failed":
         assert end() == 1
     else:

@@ -44,7 +44,7 @@ def summary(folder: Path) -> None:
     (folder / "dataset").mkdir()
     write(folder / "dataset", manifest())
     node = types.SimpleNamespace(uri=str(folder))
-    start.print_summary(types.SimpleNamespace(nodes={"prepare_data": node}), open_store(folder), RunHandle().open())
+    start.print_summary({"prepare_data": node}, open_store(folder), RunHandle().open())
 
 
 def verify(folder: Path) -> None:

@@ -39,7 +39,7 @@ session = cluster.connect(num_cpus=1)
 node = Node("a", "toy.nodes:wait_for_ever", config=Toy(place=sys.argv[1]), max_failures=1)
 plan = decided(storage.open_store(sys.argv[1]), [node])
 report = run(plan, tracker=SilentTracker(), display=Display(), capacity=session.capacity)
-print("END", report.nodes["a"].state, report.nodes["a"].error)
+print("END", report["a"].state, report["a"].error)
 """
 
 

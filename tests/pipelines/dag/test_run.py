@@ -31,7 +31,7 @@ from pipelines.dag import run as runner
 from pipelines.dag.node import Node
 from pipelines.dag.plan import Plan, plan
 from pipelines.dag.progress import Display, Reporter, Update
-from pipelines.dag.run import RunReport, Stopped, run, shortfalls
+from pipelines.dag.run import NodeReport, Stopped, run, shortfalls
 from pipelines.tracking import PARENT_TAG, Ledger, default_uri
 
 TWO_CPUS = {"CPU": 2.0}
@@ -76,7 +76,7 @@ def go(
     tracker: Any = None,
     capacity: dict[str, float] | None = TWO_CPUS,
     **options: Any,
-) -> tuple[RunReport, list[str]]:
+) -> tuple[dict[str, NodeReport], list[str]]:
     """Plans and runs; returns the report and the lines that were shown."""
     stream = io.StringIO()
     made = planned(store, nodes, **options)
@@ -84,20 +84,24 @@ def go(
     return report, stream.getvalue().splitlines()
 
 
-def states(report: RunReport) -> dict[str, str]:
-    return {name: entry.state for name, entry in report.nodes.items()}
+def states(report: dict[str, NodeReport]) -> dict[str, str]:
+    return {name: entry.state for name, entry in report.items()}
 
 
-def attempt(report: RunReport, name: str) -> str:
-    return Path(report.nodes[name].uri or "").name
+def all_well(report: dict[str, NodeReport]) -> bool:
+    return {"failed", "blocked"}.isdisjoint(states(report).values())
+
+
+def attempt(report: dict[str, NodeReport], name: str) -> str:
+    return Path(report[name].uri or "").name
 
 
 def test_nodes_run_in_order_and_hand_over_paths(store: Store) -> None:
     nodes = [node("a"), node("b", needs=["a"], cost={"CPU": 1}), node("c", needs=["a", "b"])]
     report, lines = go(store, nodes)
-    assert report.ok and set(states(report).values()) == {"executed"}
-    assert Path(report.nodes["c"].uri or "", "value.txt").read_text() == "c(a(),b(a()))"
-    assert report.nodes["c"].success.metrics == {"value": 2.0, "length": 2.0}
+    assert all_well(report) and set(states(report).values()) == {"executed"}
+    assert Path(report["c"].uri or "", "value.txt").read_text() == "c(a(),b(a()))"
+    assert report["c"].success.metrics == {"value": 2.0, "length": 2.0}
     assert "[a] starts: no output yet" in lines and "[b] starts: because a runs" in lines
     again, lines = go(store, nodes)
     assert set(states(again).values()) == {"skipped"}
@@ -106,7 +110,7 @@ def test_nodes_run_in_order_and_hand_over_paths(store: Store) -> None:
 
 def test_an_attempt_keeps_its_log_and_lists_its_outputs_with_checksums(store: Store) -> None:
     report, _ = go(store, [node("a")])
-    folder = Path(report.nodes["a"].uri or "")
+    folder = Path(report["a"].uri or "")
     log = (folder / "log.txt").read_text()
     assert "a printed line of a" in log and "INFO toy: a logged line of a" in log
     success = attempts.Success.from_bytes((folder / "_SUCCESS.json").read_bytes())
@@ -120,7 +124,7 @@ def test_an_attempt_keeps_its_log_and_lists_its_outputs_with_checksums(store: St
 def test_independent_nodes_run_side_by_side(store: Store, tmp_path: Path) -> None:
     configs = {"a": Toy(place=str(tmp_path), other="b"), "b": Toy(place=str(tmp_path), other="a")}
     report, _ = go(store, [node(name, "meet", config=configs[name], cost={"CPU": 1}) for name in "ab"])
-    assert report.ok  # each has seen the other running
+    assert all_well(report)  # each has seen the other running
 
 
 def test_nodes_that_cost_all_run_one_after_another(store: Store) -> None:
@@ -150,13 +154,13 @@ def test_a_failure_stops_the_nodes_downstream_and_no_others(store: Store, flag: 
         node("side", needs=["b"]),
     ]
     report, lines = go(store, nodes)
-    assert not report.ok
+    assert not all_well(report)
     expected = {"a": "failed", "b": "executed", "below": "blocked", "last": "blocked", "side": "executed"}
     assert states(report) == expected
-    assert report.nodes["a"].error == "RuntimeError: broken on purpose"
-    text = Path(report.nodes["a"].uri or "", "error.txt").read_text()
+    assert report["a"].error == "RuntimeError: broken on purpose"
+    text = Path(report["a"].uri or "", "error.txt").read_text()
     assert "Traceback" in text and "with a second line" in text
-    assert "Traceback" in Path(report.nodes["a"].uri or "", "log.txt").read_text()
+    assert "Traceback" in Path(report["a"].uri or "", "log.txt").read_text()
     assert any(line.startswith("[a] FAILED") for line in lines)
     assert any(line.startswith("[a] see ") and line.endswith("error.txt") for line in lines)
     assert "[below] not started: it needs a" in lines
@@ -171,20 +175,20 @@ def test_a_failure_stops_the_nodes_downstream_and_no_others(store: Store, flag: 
 
 def test_a_users_mistake_inside_a_node_is_its_one_line(store: Store) -> None:
     report, _ = go(store, [node("a", "mistake")])
-    assert report.nodes["a"].error == "the folder is empty" and report.nodes["a"].is_user_error
+    assert report["a"].error == "the folder is empty" and report["a"].is_user_error
 
 
 def test_a_process_that_had_a_gpu_ends_with_its_node(store: Store) -> None:
     report, _ = go(store, [node("a", "pid", num_gpus=1)], capacity=None)
-    assert is_gone(int(report.nodes["a"].success.metrics["pid"]))
+    assert is_gone(int(report["a"].success.metrics["pid"]))
 
 
 @pytest.mark.faults
 def test_a_node_whose_process_dies_is_retried_so_often_and_then_fails(store: Store) -> None:
     report, lines = go(store, [node("a", "die", max_failures=1), node("b", needs=["a"]), node("c")])
     assert states(report) == {"a": "failed", "b": "blocked", "c": "executed"}
-    assert "WorkerCrashed" in report.nodes["a"].error
-    assert "WorkerCrashed" in Path(report.nodes["a"].uri or "", "error.txt").read_text()
+    assert "WorkerCrashed" in report["a"].error
+    assert "WorkerCrashed" in Path(report["a"].uri or "", "error.txt").read_text()
     assert len(attempts.history(store, "a")) == 1
     assert "[a] starts: try 2 of 2" in lines
 
@@ -192,14 +196,14 @@ def test_a_node_whose_process_dies_is_retried_so_often_and_then_fails(store: Sto
 @pytest.mark.faults
 def test_a_killed_node_resumes_in_its_attempt(store: Store) -> None:
     report, _ = go(store, [node("a", "die_once", max_failures=3)])
-    assert report.ok and report.nodes["a"].success.metrics["restarts"] == 1
+    assert all_well(report) and report["a"].success.metrics["restarts"] == 1
     assert len(attempts.history(store, "a")) == 1
 
 
 def test_waits_grow_between_tries_after_storage_failed(store: Store, tmp_path: Path) -> None:
     config = Toy(place=str(tmp_path), times=2)
     report, lines = go(store, [node("a", "storage_fails", config=config, max_failures=2, retry_wait_sec=0.25)])
-    assert report.ok and (tmp_path / "tries").read_text() == "xxx"
+    assert all_well(report) and (tmp_path / "tries").read_text() == "xxx"
     waits = [line.rsplit(" in ", 1)[1] for line in lines if "lost" in line]
     assert waits == ["0.25 s", "0.5 s"]
 
@@ -218,14 +222,14 @@ def test_an_unfinished_attempt_resumes_in_place(store: Store, flag: Path) -> Non
     flag.unlink()
     report, lines = go(store, nodes)
     assert attempt(report, "a") == attempt(failed, "a")
-    folder = Path(report.nodes["a"].uri or "")
+    folder = Path(report["a"].uri or "")
     assert [(folder / f"step{i}.txt").read_text() for i in range(3)] == ["True", "True", "False"]
     assert not (folder / "error.txt").exists()
     assert (folder / "log.txt").read_text().count(" start") == 2
     assert any("continues it" in line for line in lines)
     again, _ = go(store, nodes, rerun=["a"])
     assert attempt(again, "a") != attempt(report, "a")
-    assert Path(again.nodes["a"].uri or "", "step2.txt").read_text() == "True"
+    assert Path(again["a"].uri or "", "step2.txt").read_text() == "True"
 
 
 def test_rerun_only_and_keep_as_planned(store: Store) -> None:
@@ -263,8 +267,8 @@ def test_a_node_that_may_stand_is_refused_only_when_it_has_to_run(store: Store, 
         assert states(report) == {"a": "executed", "b": "skipped", "c": "skipped"}
     else:
         assert states(report) == {"a": "executed", "b": "failed", "c": "executed"}
-        assert report.nodes["b"].error.startswith("b needs 3 CPU, this session has 2 CPU; ")
-        assert report.nodes["b"].is_user_error
+        assert report["b"].error.startswith("b needs 3 CPU, this session has 2 CPU; ")
+        assert report["b"].is_user_error
 
 
 def test_a_node_is_decided_once_however_long_it_waits_for_room(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +276,7 @@ def test_a_node_is_decided_once_however_long_it_waits_for_room(store: Store, mon
     decide = runner.decide
     monkeypatch.setattr(runner, "decide", lambda node, *rest: (asked.append(node.name), decide(node, *rest))[1])
     report, _ = go(store, [node("a"), *(node(name, needs=["a"], cost={"CPU": 2}) for name in "bcd")])
-    assert report.ok and sorted(asked) == ["b", "c", "d"]
+    assert all_well(report) and sorted(asked) == ["b", "c", "d"]
 
 
 def test_a_node_that_storage_does_not_let_start_fails_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +291,7 @@ def test_a_node_that_storage_does_not_let_start_fails_alone(store: Store, monkey
     tracker = SilentTracker()
     report, lines = go(store, [node("a"), node("b", needs=["a"]), node("c", needs=["a"])], tracker=tracker)
     assert states(report) == {"a": "executed", "b": "failed", "c": "executed"}
-    assert report.nodes["b"].error == "OSError: [Errno 28] no space left on device"
+    assert report["b"].error == "OSError: [Errno 28] no space left on device"
     assert tracker.ended["b"] == ["FAILED"]
 
 
@@ -296,7 +300,7 @@ def test_on_a_cluster_every_ready_node_is_submitted(store: Store, tmp_path: Path
     configs = {"a": Toy(place=str(tmp_path), other="b"), "b": Toy(place=str(tmp_path), other="a")}
     nodes = [node(name, "meet", config=configs[name], cost={"CPU": 2}) for name in "ab"]
     report, _ = go(store, nodes, capacity=None)
-    assert report.ok, report
+    assert all_well(report), report
 
 
 def watch(place: Path, then: Any) -> threading.Thread:
@@ -370,12 +374,12 @@ def test_mlflow_has_one_run_for_each_node_and_one_curve_over_two_starts(store: S
     for found in client.search_runs([second.experiment_id]):
         client_runs.setdefault(found.data.tags["node"], []).append(found)
     (curve,) = client_runs["b"]
-    assert states(failed)["b"] == "failed" and curve.info.run_id == done.nodes["b"].success.mlflow_run_id
+    assert states(failed)["b"] == "failed" and curve.info.run_id == done["b"].success.mlflow_run_id
     assert curve.info.status == "FINISHED" and curve.data.tags[PARENT_TAG] == second.parent.run_id
     assert [m.step for m in client.get_metric_history(curve.info.run_id, "curve")] == [0, 1, 2]
     assert curve.data.tags["restarts"] == "1"
     reused, made = sorted(client_runs["a"], key=lambda r: "reused_run" not in r.data.tags)
-    assert reused.data.tags["reused_run"] == made.info.run_id == done.nodes["a"].success.mlflow_run_id
+    assert reused.data.tags["reused_run"] == made.info.run_id == done["a"].success.mlflow_run_id
     tags = made.data.tags
     assert tags["stage"] == "first" and tags["attempt"] == attempt(done, "a") and len(tags["fingerprint"]) == 16
     assert tags["code_hash"] and tags["git_commit"] and made.data.params == {"value": "a"}
