@@ -111,7 +111,7 @@ class Display:
 
     def __init__(self, stream: IO[str] | None = None, *, now: Callable[[], float] = time.monotonic) -> None:
         stream = stream or sys.stdout
-        self._live, self._stream, self._now = stream.isatty(), stream, now
+        self._live, self._now = stream.isatty(), now
         columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), _Numbers())
         self._progress = Progress(
             *columns, console=Console(file=stream), transient=True, get_time=now, speed_estimate_period=_SPEED_SEC
@@ -122,17 +122,13 @@ class Display:
         self._shown: dict[str, tuple[float, Update]] = {}
 
     def line(self, text: str) -> None:
-        if self._live:
-            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, file=self._stream, flush=True)
+        self._progress.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def show(self, updates: Mapping[str, Update]) -> None:
         for node, update in updates.items():
             if node not in self._tasks:
-                self._tasks[node] = self._progress.add_task(node, total=update.total, completed=0, update=update)
-            fields: dict[str, Any] = {"completed": update.done, "total": update.total, "update": update}
-            self._progress.update(self._tasks[node], **fields)
+                self._tasks[node] = self._progress.add_task(node, total=update.total, update=update)
+            self._progress.update(self._tasks[node], completed=update.done, total=update.total, update=update)
             if not self._live and self._is_due(node, update):
                 task = next(task for task in self._progress.tasks if task.id == self._tasks[node])
                 self.line(f"[{node}] {numbers(task)}")
