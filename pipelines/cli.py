@@ -1,8 +1,4 @@
-"""The command line that all entry points share.
-
-    --config NAME|FILE  --dry-run  --rerun NODE,...  --keep NODE,...  key.sub=value ...
-    full_multidim.py alone: --only NODE,...  --from NODE,...  --status  --gc [--yes]  --export FOLDER
-    prepare_data.py alone: --list-sources  --verify [URI]
+"""The command line that all entry points share; `--help` of each says which options it has.
 
 Arguments, config and node names are checked before anything heavy is imported, so that a mistake is answered at once.
 Exit codes: 0 done, 1 a node failed, 2 unusable arguments, config or data (one line on stderr), 130 interrupted.
