@@ -9,7 +9,6 @@ another attempt that stays holds equal files. Files outside of attempts are left
 
 from __future__ import annotations
 
-import itertools
 import posixpath
 from collections import deque
 from collections.abc import Container, Iterable, Mapping
@@ -66,7 +65,7 @@ def find_garbage(plan: Plan, *, named: Container[str] = ()) -> list[Attempt]:
     nodes = [posixpath.basename(entry.path) for entry in store.list("nodes") if entry.is_folder]
     past = {node: attempts.history(store, node) for node in nodes}  # also of nodes that the plan does not have
     kept = _kept(plan, past, named)
-    return [attempt for attempt in itertools.chain.from_iterable(past.values()) if attempt.folder not in kept]
+    return [attempt for found in past.values() for attempt in found if attempt.folder not in kept]
 
 
 def delete(store: Store, garbage: Iterable[Attempt]) -> None:
