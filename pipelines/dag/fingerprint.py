@@ -244,10 +244,7 @@ def _imports(tree: ast.Module, module: str) -> Iterator[str]:
     queue: list[ast.AST] = [tree]
     while queue:
         node = queue.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in (
-            getattr(node.test, "id", ""),
-            getattr(node.test, "attr", ""),
-        ):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             queue.extend(node.orelse)
             continue
         if isinstance(node, ast.Import):
