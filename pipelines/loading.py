@@ -108,10 +108,10 @@ def _find(name_or_path: str) -> Path:
     if name_or_path.endswith((".yaml", ".yml")) or os.sep in name_or_path:
         path = Path(name_or_path).expanduser().absolute()
         if not path.is_file():
-            meant = [f"{name_or_path.rstrip(os.sep)}{end}" for end in ("/config.yaml", ".yaml")]
-            files = [file for file in meant if Path(file).expanduser().is_file()]
             near = [os.path.join(os.path.dirname(name_or_path), each.name) for each in path.parent.glob("*.y*ml")]
-            hint = f"nearest: {files[0]}" if files else nearest(name_or_path, [*near, *preset_names()])
+            hint = nearest(name_or_path, [*near, *preset_names()])
+            if (path / "config.yaml").is_file():  # a run folder's
+                hint = f"nearest: {os.path.join(name_or_path, 'config.yaml')}"
             what = "is a folder" if path.is_dir() else "does not exist"
             raise UserError(f"config file {name_or_path} {what}; {hint}")
         return path
