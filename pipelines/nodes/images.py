@@ -90,9 +90,8 @@ def score(context: NodeContext[EvaluateNodeConfig]) -> NodeResult:
     job = ScoringJob(config, context.inputs, context.out, read)
     table = score_chunks(job, len(user.keys), progress=context.progress).table()
     store = open_store(context.out).sub(FOLDER)
-    buffer = pa.BufferOutputStream()
-    pyarrow.csv.write_csv(table.set_column(0, "key", pa.array(map(csv_text, user.keys))), buffer)
-    store.write_bytes(CSV, buffer.getvalue().to_pybytes())
+    with store.writing([CSV]) as streams:
+        pyarrow.csv.write_csv(table.set_column(0, "key", pa.array(map(csv_text, user.keys))), streams[CSV])
     networks = {stage: context.inputs[train_node(stage)].attempt for stage in config.stages}
     how = {"use": "scores", "stages": config.stages, "bits": user.num_bits, "batch_size": config.batch_size}
     store.write_text(RECORD, json.dumps({**how, "networks": networks, "images": user.digests}, indent=1))
