@@ -196,8 +196,6 @@ class _Engine:
             self.reports[node.name] = NodeReport(BLOCKED, error=f"needs {broken[0]}")
             self.display.line(f"[{node.name}] not started: it needs {broken[0]}")
             return
-        if decision.action == SKIP:
-            return self._reuse(decision)
         if any(need not in self.made for need in node.needs):
             return
         if node.name in self.retries:
