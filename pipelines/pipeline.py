@@ -76,6 +76,7 @@ def nodes(
     UserError where there are no images, or where the dataset has the id of another; if they may_be_gone, a finished
     dataset will do.
     """
+    config = _on_its_device(config)
     reader, source, unreadable = "", "", ""
     try:
         reader, source = _listing(config.data) if listed else ("", "")
@@ -211,7 +212,7 @@ def _evaluate(config: ExperimentConfig, stages: Sequence[str], images: UserImage
         dataset=config.data.dataset if images is None else "",
         resources=resources,
         images=images,
-        **vars(_on_its_device(config).evaluate),
+        **vars(config.evaluate),
     )
     reads = _weights(stages)
     if images is None:
@@ -229,7 +230,7 @@ def _evaluate(config: ExperimentConfig, stages: Sequence[str], images: UserImage
 
 def _sample(config: ExperimentConfig, stages: Sequence[str], images: UserImages | None = None) -> Node:
     """sample; with the user's images sample_images."""
-    sample, resources = _on_its_device(config).sample, config.resources.per_node["sample"]
+    sample, resources = config.sample, config.resources.per_node["sample"]
     chosen: dict[str, Any] = {
         **vars(sample),
         "num_images": sample.num_images if images is None else len(images.keys),
@@ -280,7 +281,7 @@ def _report(config: ExperimentConfig, stages: list[str]) -> Node:
             name=config.name,
             preset=config.name if config.name in preset_names() else None,
             stages=tuple(stages),
-            yaml=to_yaml(_on_its_device(config), semantic_only=True),
+            yaml=to_yaml(config, semantic_only=True),
         ),
         **_runs_on(resources, own_process=True),
     )
