@@ -7,7 +7,6 @@ import contextlib
 import json
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -186,7 +185,6 @@ def _per_image(place: str) -> tuple[pa.Table, dict[str, str]]:
                 what = "no finished evaluate in this run folder" if store.exists(MARKER) else "no run folder"
                 raise UserError(f"--compare {place}: {what}")
             place = max(made, key=lambda success: success.finished).output(store).place("per_image")
-        place = place if "://" in place else str(Path(place).absolute())
         scores, beside = registry.read_scores(place), open_store(parent(place)[0])
         if not beside.exists("results.json"):
             return scores, {}
