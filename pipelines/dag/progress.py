@@ -112,7 +112,8 @@ class Display:
     def __init__(self, stream: IO[str] | None = None, *, now: Callable[[], float] = time.monotonic) -> None:
         stream = stream or sys.stdout
         self._live, self._now = stream.isatty(), now
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), _Numbers())
+        self._numbers = _Numbers()
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), self._numbers)
         self._progress = Progress(
             *columns, console=Console(file=stream), transient=True, get_time=now, speed_estimate_period=_SPEED_SEC
         )
@@ -131,7 +132,7 @@ class Display:
             self._progress.update(self._tasks[node], completed=update.done, total=update.total, update=update)
             if not self._live and self._is_due(node, update):
                 task = next(task for task in self._progress.tasks if task.id == self._tasks[node])
-                self.line(f"[{node}] {numbers(task)}")
+                self.line(f"[{node}] {self._numbers.render(task)}")
 
     def end(self, node: str) -> None:
         """Removes the bar of a node that has ended. A node that starts again gets a new one."""
@@ -152,19 +153,16 @@ class Display:
 
 
 class _Numbers(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(numbers(task))
-
-
-def numbers(task: Task) -> str:
     """E.g. "120/400 steps  31.2 slices/s  0:42 left  valid 1.83"; speed and time left are rich's."""
-    update: Update = task.fields["update"]
-    parts = [f"{update.done:_.0f}/{update.total:_.0f} {update.unit}"]
-    if task.speed:
-        parts.append(f"{_rate(task.speed)} {update.unit}/s")
-    if task.time_remaining and not task.finished:
-        parts.append(f"{clock(task.time_remaining)} left")
-    return "  ".join([*parts, update.note] if update.note else parts)
+
+    def render(self, task: Task) -> Text:
+        update: Update = task.fields["update"]
+        parts = [f"{update.done:_.0f}/{update.total:_.0f} {update.unit}"]
+        if task.speed:
+            parts.append(f"{_rate(task.speed)} {update.unit}/s")
+        if task.time_remaining and not task.finished:
+            parts.append(f"{clock(task.time_remaining)} left")
+        return Text("  ".join([*parts, update.note] if update.note else parts))
 
 
 def clock(seconds: float) -> str:
