@@ -86,6 +86,8 @@ def default_uri(store: Store, *, name: str, configured: str | None = None) -> st
         if "://" in given and scheme not in known:
             raise UserError(f"tracking.uri, or MLFLOW_TRACKING_URI, is {mask(given)}; {nearest(scheme, known)}")
         return given
+    if "?" in given:
+        raise UserError(f"tracking.uri, or MLFLOW_TRACKING_URI, is {given}; SQLite takes no options here: end at '?'")
     place = str(file.absolute())  # workers have another working directory
     return "sqlite:///" + place.replace("%", "%25").replace("?", "%3F")  # it is decoded; options follow a "?"
 

@@ -88,8 +88,8 @@ def _kept(plan: Plan, past: Mapping[str, list[Attempt]], named: Container[str]) 
         configs = {
             digest(made.ingredients.get("config")): made.attempt for made in attempts.intact(plan.store, found[::-1])
         }
-        queue += [(node, each) for each in (found[0].attempt, *configs.values()) if found]
-        queue += [(node, each.attempt) for each in found if each.attempt in named]
+        queue += [(node, each) for each in configs.values()]
+        queue += [(node, each.attempt) for i, each in enumerate(found) if i == 0 or each.attempt in named]
     kept: set[str] = set()
     while queue:
         node, wanted = queue.popleft()

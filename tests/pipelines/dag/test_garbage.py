@@ -25,6 +25,9 @@ def found(store: Store, **changes: dict[str, Any]) -> list[str]:
 def test_nothing_of_a_fresh_run_may_go(finished: Store) -> None:
     assert found(finished) == []
     assert found(finished, **NEW) == []  # outdated outputs, each the newest of its node: --keep may adopt them
+    for attempt in finished.list("nodes/join"):
+        finished.delete(attempt.path)
+    assert found(finished) == []  # a node without any attempt, as after deleting its only one
 
 
 def test_what_was_replaced_may_go_and_the_rest_stays_up_to_date(finished: Store) -> None:

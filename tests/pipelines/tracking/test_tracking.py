@@ -83,6 +83,8 @@ def test_the_database_lies_on_a_local_disk(tmp_path: Path, monkeypatch: pytest.M
     assert default_uri(remote, name="demo", configured="http://h:5000") == "http://h:5000"
     with pytest.raises(UserError, match="is htp://h:5000; nearest: http"):
         default_uri(remote, name="demo", configured="htp://h:5000")
+    with pytest.raises(UserError, match=r"is sqlite:///a.db\?timeout=5; SQLite takes no options here"):
+        default_uri(remote, name="demo", configured="sqlite:///a.db?timeout=5")
     monkeypatch.setattr(tracking, "entry_points", lambda *, group: [SimpleNamespace(name="azureml")])
     assert default_uri(remote, name="demo", configured="azureml://place") == "azureml://place", "a plugin's"
     monkeypatch.chdir(tmp_path)
