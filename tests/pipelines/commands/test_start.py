@@ -16,7 +16,6 @@ from pipelines import cluster, pipeline
 from pipelines.dag.fingerprint import Sources
 from pipelines.dag.node import Node
 from pipelines.start import check_run_folder
-from tests.data_prep.made import object_store
 
 TOYS = Path(__file__).parents[1] / "toys"
 Command = Callable[..., tuple[int, str, str]]
@@ -67,16 +66,6 @@ def test_exit_codes_of_a_start(
     assert "seed: 0" in (folder / "config.yaml").read_text(), "a mistake is not what a run folder goes on with"
     assert code == 2 and err.endswith("\nerror: first: the folder is empty\n")
     assert "[first] FAILED" in out and "was not started" not in out
-
-
-@pytest.mark.parametrize("place", ["local", "object store"])
-def test_run_folder_of_another_config_is_refused(place: str, tmp_path: Path) -> None:
-    store = open_store(tmp_path) if place == "local" else object_store()
-    assert check_run_folder(store, name="demo") == {}
-    store.write_text("config.yaml", "name: demo\nseed: 2\n")
-    assert check_run_folder(store, name="demo") == {"name": "demo", "seed": 2}
-    with pytest.raises(UserError, match="run folder of config 'demo', not of 'debug'"):
-        check_run_folder(store, name="debug")
 
 
 @pytest.mark.parametrize("content", ["just text", "seed: 1", "name: [1, 2", "\x00"])
