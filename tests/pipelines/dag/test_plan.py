@@ -11,18 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy.diamond import carry_out, decided, diamond, seal, will_run
+from toy.diamond import carry_out, decided, diamond, will_run
 from toy.nodes import Toy
 
-from data_prep.files import Store, UserError, open_store
+from data_prep.files import Store, UserError
 from pipelines.dag import attempts
-from pipelines.dag.fingerprint import Sources
 from pipelines.dag.plan import Plan
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(tmp_path / "run")
 
 
 def ids(made: Plan) -> dict[str, str | None]:
@@ -81,28 +75,6 @@ def test_other_source_files_rerun_all(finished: Store) -> None:
     made = decided(finished, diamond(prepare={"source": "listing 2"}))
     assert will_run(made) == ("prepare", "left", "right", "join")
     assert made["prepare"].reason == "external files changed"
-
-
-def write_toys(root: Path, *, left: str) -> Path:
-    """Two modules: `left` is used by node left alone."""
-    (root / "toy").mkdir(parents=True, exist_ok=True)
-    (root / "toy" / "__init__.py").write_text("")
-    (root / "toy" / "nodes.py").write_text("def write(context): ...\n")
-    (root / "toy" / "left.py").write_text("from toy import part\ndef write(context): return part.f()\n")
-    (root / "toy" / "part.py").write_text(left)
-    return root
-
-
-def test_code_reruns_only_the_nodes_that_use_it(store: Store, tmp_path: Path) -> None:
-    nodes = diamond(left={"function": "toy.left:write"})
-    toys = write_toys(tmp_path / "code", left="def f():\n    return 1\n")
-    seal(decided(store, nodes, sources=Sources(toys, ("toy",))))
-    write_toys(toys, left='"""Words."""\n\n\ndef f():\n    """More words."""\n    return 1  # why\n')
-    assert will_run(decided(store, nodes, sources=Sources(toys, ("toy",)))) == ()
-    write_toys(toys, left="def f():\n    return 2\n")
-    made = decided(store, nodes, sources=Sources(toys, ("toy",)))
-    assert will_run(made) == ("left", "join")
-    assert made["left"].reason == "code changed: toy.part"
 
 
 def test_rerun_makes_a_new_attempt_and_reruns_those_that_read_other_files_then(finished: Store) -> None:
