@@ -19,7 +19,8 @@ os.environ.update(
     MLFLOW_DISABLE_TELEMETRY="true",
     PYTHONPATH=os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(TOYS)])),
 )
-os.environ.pop("MLFLOW_TRACKING_URI", None)
+for outside in ("MLFLOW_TRACKING_URI", "RAY_JOB_CONFIG_JSON_ENV_VAR", "SPN_STORAGE"):
+    os.environ.pop(outside, None)
 sys.path.append(str(TOYS))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background, and all that it starts, ignores it
 
@@ -39,11 +40,15 @@ def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 
 
 @pytest.fixture
-def finished(tmp_path: Path) -> Store:
+def store(tmp_path: Path) -> Store:
+    return open_store(tmp_path / "run")
+
+
+@pytest.fixture
+def finished(store: Store) -> Store:
     """A run folder on which the whole diamond of toy nodes is up to date."""
     from toy.diamond import carry_out, decided
 
-    store = open_store(tmp_path / "run")
     assert carry_out(decided(store)) == ["prepare", "left", "right", "join"]
     return store
 

@@ -51,12 +51,6 @@ FULL_CHAIN = ["first_slice", "size_upscale", "depth_upscale"]
 DEBUG = (loading.PRESETS / "debug.yaml").read_text()
 
 
-@pytest.fixture(autouse=True)
-def outside_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
-    monkeypatch.delenv("SPN_STORAGE", raising=False)
-
-
 def error_of(name: str, *overrides: str) -> str:
     with pytest.raises(UserError) as caught:
         load(name, overrides)

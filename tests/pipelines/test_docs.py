@@ -17,8 +17,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_configuration_for_own_photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+def test_configuration_for_own_photos(tmp_path: Path) -> None:
     config = load(str(ROOT / "docs/own_data.yaml"), [])
     assert config.data.root is None and config.data.image_size % config.scaling_factor == 0
     (photos := tmp_path / "photos").mkdir()

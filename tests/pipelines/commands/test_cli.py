@@ -38,11 +38,6 @@ SCRIPTS = ("full_multidim", "prepare_data", "train_stage", "evaluate", "sample",
 Command = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture(autouse=True)
-def outside_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
-
-
 @pytest.fixture
 def handed_on(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What `start` would have got."""

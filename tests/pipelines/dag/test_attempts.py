@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 
-from data_prep.files import Store, open_store
+from data_prep.files import Store
 from pipelines.dag.attempts import measure, new_attempt_id
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(tmp_path)
 
 
 def test_attempt_ids_sort_by_time_even_if_the_clock_goes_back(store: Store) -> None:

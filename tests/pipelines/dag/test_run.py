@@ -23,7 +23,7 @@ from toy.diamond import SOURCES
 from toy.nodes import Toy
 from toy.silent import SilentTracker
 
-from data_prep.files import Store, open_store
+from data_prep.files import Store
 from data_prep.lock import Lock
 from pipelines import tracking
 from pipelines.dag import attempts
@@ -44,11 +44,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short waits, and no actor that collects progress: each is a process."""
     monkeypatch.setattr(runner, "_POLL_SEC", 0.05)
     monkeypatch.setattr(runner, "Hub", lambda: SimpleNamespace(reporter=Reporter, poll=dict, close=lambda: None))
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(tmp_path / "run")
 
 
 @pytest.fixture
