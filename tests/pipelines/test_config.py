@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_prep.config import CROPS, PROFILES, SOURCES, SPLIT_RULES, DataConfig
+from data_prep.config import SOURCES, DataConfig
 from data_prep.files import UserError
 from data_prep.plan import COUNTS, check_id
 from pipelines import cli, loading
@@ -32,7 +32,7 @@ from pipelines.config import (
     stage_model_config,
     stage_names,
 )
-from pipelines.dag.fingerprint import canonical
+from pipelines.dag.fingerprint import canonical, flatten
 from pipelines.loading import load, resolve_storage, to_yaml
 from pipelines.pipeline import nodes
 from spn.config import (
@@ -111,14 +111,6 @@ def test_presets_name_the_dataset_that_their_source_makes(name: str) -> None:
 DEMO_KEEPS = ("scaling_factor", "bits", "stages", "seed", "tracking", "model.decoder.recipe", "model.embedder.recipe")
 
 
-def flat(node: dict, prefix: str = "") -> dict[str, object]:
-    found: dict[str, object] = {}
-    for key, value in node.items():
-        path = f"{prefix}{key}"
-        found |= flat(value, f"{path}.") if isinstance(value, dict) and value else {path: value}
-    return found
-
-
 def lines_by_key(path: Path) -> dict[str, str]:
     """{dotted key: its line in the YAML file}."""
     lines = path.read_text().splitlines()
@@ -136,7 +128,9 @@ def lines_by_key(path: Path) -> dict[str, str]:
 
 
 def test_demo_paper_differs_from_imagenet64_only_where_it_may_and_says_so() -> None:
-    modern, demo, paper = (flat(yaml.safe_load(to_yaml(load(name)))) for name in ("demo", "demo_paper", "imagenet64"))
+    modern, demo, paper = (
+        flatten(yaml.safe_load(to_yaml(load(name)))) for name in ("demo", "demo_paper", "imagenet64")
+    )
     other = {key for key in modern | demo if modern.get(key) != demo.get(key)}
     assert [key for key in other if not key.startswith(("name", "storage", "model.", "train.", "per_stage."))] == []
     changed = {key for key in demo | paper if demo.get(key) != paper.get(key)}
@@ -426,114 +420,93 @@ def test_notes_on_several_overrides_and_on_the_machine_of_a_cluster(
 
 MISTAKES = {
     # what is not there
-    ("train.num_step=5",): "unknown key train.num_step; nearest: train.num_steps",
-    ("scaling_factor=2", "image_size=16"): "unknown key image_size; nearest: data.image_size",
-    ("decoder.num_layers=2",): "unknown key decoder; nearest: model.decoder or sample.decoder",
-    ("lr=1",): "unknown key lr; valid: name, scaling_factor, bits, stages, data, seed, images, image_fit, image_bits, "
+    "train.num_step=5": "unknown key train.num_step; nearest: train.num_steps",
+    "scaling_factor=2 image_size=16": "unknown key image_size; nearest: data.image_size",
+    "decoder.num_layers=2": "unknown key decoder; nearest: model.decoder or sample.decoder",
+    "lr=1": "unknown key lr; valid: name, scaling_factor, bits, stages, data, seed, images, image_fit, image_bits, "
     "storage, model, train, per_stage, evaluate, sample, resources, tracking",
-    (
-        "per_stage.first_slice.trains.num_steps=5",
-    ): "unknown key per_stage.first_slice.trains; nearest: per_stage.first_slice.train",
-    (
-        "per_stage.first_slic.train.num_steps=5",
-    ): "per_stage: the config has no stage 'first_slic'; nearest: first_slice",
-    ("per_stage.baseline.train.num_steps=5",): "per_stage: the config has no stage 'baseline'; valid: first_slice, "
+    "per_stage.first_slice.trains.num_steps=5": "unknown key per_stage.first_slice.trains; nearest: "
+    "per_stage.first_slice.train",
+    "per_stage.first_slic.train.num_steps=5": "per_stage: the config has no stage 'first_slic'; nearest: first_slice",
+    "per_stage.baseline.train.num_steps=5": "per_stage: the config has no stage 'baseline'; valid: first_slice, "
     "size_upscale, depth_upscale",
-    (
-        "sample.temperature.depth_upscale_8=0.9",
-    ): "sample.temperature: the config has no stage 'depth_upscale_8'; nearest: depth_upscale",
-    (
-        "resources.per_node.train_size_upscal.num_workers=2",
-    ): "resources.per_node: the config has no node 'train_size_upscal'; nearest: train_size_upscale",
-    (
-        "resources.per_node.report.num_workers=2",
-    ): "resources.per_node.report.num_workers has no effect; valid: cpus_per_worker, max_failures, retry_wait_sec",
-    (
-        "resources.per_node.sample.num_to_keep=2",
-    ): "resources.per_node.sample.num_to_keep has no effect; valid: cpus_per_worker, max_failures, retry_wait_sec, "
+    "sample.temperature.depth_upscale_8=0.9": "sample.temperature: the config has no stage 'depth_upscale_8'; "
+    "nearest: depth_upscale",
+    "resources.per_node.train_size_upscal.num_workers=2": "resources.per_node: the config has no node "
+    "'train_size_upscal'; nearest: train_size_upscale",
+    "resources.per_node.report.num_workers=2": "resources.per_node.report.num_workers has no effect; valid: "
+    "cpus_per_worker, max_failures, retry_wait_sec",
+    "resources.per_node.sample.num_to_keep=2": "resources.per_node.sample.num_to_keep has no effect; valid: "
+    "cpus_per_worker, max_failures, retry_wait_sec, "
     "num_workers, use_gpu, gpus_per_worker",
-    (
-        "resources.per_node.report.retry_wait_sec=-1",
-    ): "resources.per_node.report.retry_wait_sec is -1.0; it must be at least 0",
-    (
-        "resources.per_node.train_size_upscale.num_workers=3",
-    ): "train.batch_size is 8; resources.per_node.train_size_upscale.num_workers, 3, must divide it",
+    "resources.per_node.report.retry_wait_sec=-1": "resources.per_node.report.retry_wait_sec is -1.0; it must be at "
+    "least 0",
+    "resources.per_node.train_size_upscale.num_workers=3": "train.batch_size is 8; "
+    "resources.per_node.train_size_upscale.num_workers, 3, must divide it",
     # types
-    ("train.num_steps=abc",): "train.num_steps is 'abc'; it must be an integer",
-    ("train.num_steps=1.5",): "train.num_steps is 1.5; it must be an integer",
-    ("train.num_steps=null",): "train.num_steps is null; it must be an integer",
-    ("train.learning_rate=fast",): "train.learning_rate is 'fast'; it must be a number",
-    ("train.horizontal_flip=maybe",): "train.horizontal_flip is 'maybe'; it must be true or false",
-    ("train.lr_values=[1e-3,x]",): "train.lr_values[1] is 'x'; it must be a number",
-    ("stages=size_upscale",): "stages must be a flat list, e.g. stages=[...]",
-    ("bits=[3,[8]]",): "bits must be a flat list, e.g. bits=[...]",
-    ("resources=3",): "resources is a section, not a value; set resources.KEY, with KEY one of num_workers, "
+    "train.num_steps=abc": "train.num_steps is 'abc'; it must be an integer",
+    "train.num_steps=null": "train.num_steps is null; it must be an integer",
+    "train.learning_rate=fast": "train.learning_rate is 'fast'; it must be a number",
+    "train.horizontal_flip=maybe": "train.horizontal_flip is 'maybe'; it must be true or false",
+    "train.lr_values=[1e-3,x]": "train.lr_values[1] is 'x'; it must be a number",
+    "stages=size_upscale": "stages must be a flat list, e.g. stages=[...]",
+    "bits=[3,[8]]": "bits must be a flat list, e.g. bits=[...]",
+    "resources=3": "resources is a section, not a value; set resources.KEY, with KEY one of num_workers, "
     "cpus_per_worker, use_gpu, gpus_per_worker, num_to_keep, max_failures, retry_wait_sec, num_cpus, "
     "num_gpus, per_node",
-    (
-        "per_stage.first_slice=3",
-    ): "per_stage.first_slice is a section, not a value; set per_stage.first_slice.KEY, with KEY one of model, train",
-    ("train=[1]",): "Cannot merge incompatible container types",
+    "train=[1]": "Cannot merge incompatible container types",
     # values of one field
-    ("model.decoder.num_layers=0",): "model.decoder.num_layers is 0; it must be at least 1",
-    (
-        "per_stage.first_slice.model.decoder.num_layers=0",
-    ): "per_stage.first_slice.model.decoder.num_layers is 0; it must be at least 1",
-    ("evaluate.batch_size=0",): "evaluate.batch_size is 0; it must be at least 1",
-    ("sample.num_images=0",): "sample.num_images is 0; it must be at least 1",
-    ("sample.seed=-1",): "sample.seed is -1; it must be at least 0",
-    ("sample.temperature.first_slice=0",): "sample.temperature.first_slice is 0.0; it must be above 0",
-    ("sample.top_p.depth_upscale=1.5",): "sample.top_p.depth_upscale is 1.5; it must be above 0 and at most 1",
-    ("sample.top_p.depth=0.9",): "sample.top_p: the config has no stage 'depth'; nearest: depth_upscale",
-    ("sample.temperature.first_slice=nan",): "sample.temperature.first_slice is nan; it must be above 0",
-    ("resources.num_workers=0",): "resources.num_workers is 0; it must be at least 1",
-    ("resources.cpus_per_worker=0",): "resources.cpus_per_worker is 0.0; it must be above 0",
-    ("data.bits=[3]",): "data.bits is [3]; it must contain 8",
-    ("sample.decoder=fused",): "sample.decoder is 'fused', which needs a GPU; set resources.use_gpu=true, or "
+    "model.decoder.num_layers=0": "model.decoder.num_layers is 0; it must be at least 1",
+    "per_stage.first_slice.model.decoder.num_layers=0": "per_stage.first_slice.model.decoder.num_layers is 0; it must "
+    "be at least 1",
+    "evaluate.batch_size=0": "evaluate.batch_size is 0; it must be at least 1",
+    "sample.num_images=0": "sample.num_images is 0; it must be at least 1",
+    "sample.seed=-1": "sample.seed is -1; it must be at least 0",
+    "sample.temperature.first_slice=0": "sample.temperature.first_slice is 0.0; it must be above 0",
+    "sample.top_p.depth_upscale=1.5": "sample.top_p.depth_upscale is 1.5; it must be above 0 and at most 1",
+    "sample.top_p.depth=0.9": "sample.top_p: the config has no stage 'depth'; nearest: depth_upscale",
+    "sample.temperature.first_slice=nan": "sample.temperature.first_slice is nan; it must be above 0",
+    "resources.num_workers=0": "resources.num_workers is 0; it must be at least 1",
+    "resources.cpus_per_worker=0": "resources.cpus_per_worker is 0.0; it must be above 0",
+    "data.bits=[3]": "data.bits is [3]; it must contain 8",
+    "sample.decoder=fused": "sample.decoder is 'fused', which needs a GPU; set resources.use_gpu=true, or "
     "sample.decoder=auto",
-    ("image_bits=3",): "image_bits is 3, but images is not set; images=FILE says which images",
-    ("seed=-1",): "seed is -1; it must be at least 0 and below 2**63",
-    (f"seed={2**63}",): f"seed is {2**63}; it must be at least 0 and below 2**63",
-    ("name=a/b",): "name is 'a/b'; it becomes a folder: at most 100 letters, digits, '.', '_' and '-'",
+    "image_bits=3": "image_bits is 3, but images is not set; images=FILE says which images",
+    "sample.use=complete": "sample.use is complete, but images is not set; images=FILE says which images",
+    "sample.num_draws=4": "sample.num_draws is 4, but images is not set; images=FILE says which images",
+    "sample.num_given=1": "sample.num_given is 1, but images is not set; images=FILE says which images",
+    "seed=-1": "seed is -1; it must be at least 0 and below 2**63",
+    f"seed={2**63}": f"seed is {2**63}; it must be at least 0 and below 2**63",
+    "name=a/b": "name is 'a/b'; it becomes a folder: at most 100 letters, digits, '.', '_' and '-'",
     # fields against each other
-    (
-        "data.resolutions=[15]",
-        "data.image_size=15",
-    ): "data.image_size is 15; scaling_factor, 2, must divide it (nearest: 14)",
-    ("data.resolutions=[16]", "data.image_size=32"): "data.resolutions is [16]; it must contain 32, the image_size",
-    ("bits=[3,9]",): "bits is [3, 9]; each must be from 1 to 8",
-    ("bits=[8,3]",): "bits is [8, 3]; it must rise from entry to entry, e.g. [3, 8]",
-    ("bits=[]",): "bits is []; it must rise from entry to entry, e.g. [3, 8]",
-    ("bits=[3]",): "bits is [3]; depth_upscale needs at least two entries, e.g. [3, 8]",
-    ("stages=[size_upscale]",): "bits is [3, 8]; without depth_upscale in stages it has one entry, e.g. [8]",
-    ("stages=[size_upscal]",): "stages: unknown stage 'size_upscal'; nearest: size_upscale",
-    ("stages=[depth_upscale]",): "stages is [depth_upscale]; allowed: [baseline], [baseline, depth_upscale], "
+    "data.resolutions=[15] data.image_size=15": "data.image_size is 15; scaling_factor, 2, must divide it (nearest: "
+    "14)",
+    "data.resolutions=[16] data.image_size=32": "data.resolutions is [16]; it must contain 32, the image_size",
+    "bits=[3,9]": "bits is [3, 9]; each must be from 1 to 8",
+    "bits=[8,3]": "bits is [8, 3]; it must rise from entry to entry, e.g. [3, 8]",
+    "bits=[]": "bits is []; it must rise from entry to entry, e.g. [3, 8]",
+    "bits=[3]": "bits is [3]; depth_upscale needs at least two entries, e.g. [3, 8]",
+    "stages=[size_upscale]": "bits is [3, 8]; without depth_upscale in stages it has one entry, e.g. [8]",
+    "stages=[size_upscal]": "stages: unknown stage 'size_upscal'; nearest: size_upscale",
+    "stages=[depth_upscale]": "stages is [depth_upscale]; allowed: [baseline], [baseline, depth_upscale], "
     "[size_upscale], [first_slice, size_upscale], [size_upscale, depth_upscale], [first_slice, size_upscale, "
     "depth_upscale]",
-    ("stages=[baseline,depth_upscale]",): "scaling_factor is 2; the baseline models the image whole: scaling_factor=1",
-    ("scaling_factor=1",): "scaling_factor is 1; slices need at least 2 (or baseline in stages)",
-    (
-        "train.batch_size=8",
-        "resources.num_workers=3",
-    ): "train.batch_size is 8; resources.num_workers, 3, must divide it",
-    ("data.root=",): "data.root is empty; it needs a value, or null where that is allowed",
-    (
-        "resources.num_workers=2",
-        "per_stage.first_slice.train.batch_size=9",
-    ): "train.batch_size is 9; resources.num_workers, 2, must divide it (stage first_slice)",
+    "stages=[baseline,depth_upscale]": "scaling_factor is 2; the baseline models the image whole: scaling_factor=1",
+    "scaling_factor=1": "scaling_factor is 1; slices need at least 2 (or baseline in stages)",
+    "train.batch_size=8 resources.num_workers=3": "train.batch_size is 8; resources.num_workers, 3, must divide it",
+    "data.root=": "data.root is empty; it needs a value, or null where that is allowed",
+    "resources.num_workers=2 per_stage.first_slice.train.batch_size=9": "train.batch_size is 9; "
+    "resources.num_workers, 2, must divide it (stage first_slice)",
 }
 
 
-@pytest.mark.parametrize(("overrides", "message"), MISTAKES.items(), ids=[" ".join(key) for key in MISTAKES])
-def test_mistake_on_the_command_line_is_one_line_with_its_place(overrides: tuple[str, ...], message: str) -> None:
-    assert error_of("debug", *overrides) == f"{message} (on the command line: {overrides[-1]})"
+@pytest.mark.parametrize(("overrides", "message"), MISTAKES.items(), ids=MISTAKES)
+def test_mistake_on_the_command_line_is_one_line_with_its_place(overrides: str, message: str) -> None:
+    assert error_of("debug", *overrides.split()) == f"{message} (on the command line: {overrides.split()[-1]})"
 
 
 CHOICES = {
-    "data.source": SOURCES,
-    "data.crop": CROPS,
-    "data.profile": tuple(PROFILES),
-    "data.split": SPLIT_RULES,
+    "data.source": SOURCES,  # data_prep tests its other choices
     "model.decoder.recipe": RECIPES,
     "model.embedder.recipe": RECIPES,
     "train.optimizer": OPTIMIZERS,

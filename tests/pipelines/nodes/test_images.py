@@ -57,6 +57,7 @@ def config(where: Path | str, *overrides: str, preset: str = DEBUG) -> Experimen
 
 DEEPEN = "sample.use=depth_upscale"
 COMPLETE = ("sample.use=complete", "sample.num_given=1")
+BASELINE = "stages=[baseline] bits=[8] scaling_factor=1"
 
 
 # ---- what fits -----------------------------------------------------------------------------------------------------
@@ -75,6 +76,8 @@ def test_high_bits_of_8_bit_images_are_what_is_given(use, side, stages, tmp_path
     own = images.for_sampling(config(save(tmp_path / "a.png", pixels), *use))
     assert own.keys == ("a",) and own.stages == stages and own.num_bits == 3
     assert np.array_equal(own.values, pixels[None] >> 5)
+    described = f"1 image at 3 bits per channel, 4 draws each by {', '.join(stages)}"
+    assert own.describe(num_draws=4) == described
 
 
 def test_photos_of_any_size_are_cropped_and_resized_as_the_dataset_was(tmp_path):
@@ -100,13 +103,6 @@ def test_photos_of_any_size_are_cropped_and_resized_as_the_dataset_was(tmp_path)
     assert tiles.values.shape == (1, 16, 16, 3)
 
 
-def test_files_of_low_bit_values_are_taken_as_they_are(tmp_path):
-    pixels = photo(16, high=8)
-    file = save(tmp_path / "a.png", pixels)
-    own = images.for_sampling(config(file, "sample.use=depth_upscale", "image_bits=3"))
-    assert np.array_equal(own.values, pixels[None])
-
-
 def test_pictures_of_samples_read_back_as_the_values_that_they_show(tmp_path):
     """Values spread over 0 .. 255 for the eye have the same high bits."""
     from pipelines.nodes.pictures import display
@@ -125,8 +121,7 @@ def test_a_longer_chain_starts_at_the_depth_of_the_files(tmp_path):
 
 def test_a_baseline_is_completed_from_its_first_rows(tmp_path):
     file = save(tmp_path / "a.png", photo(16))
-    system = ("stages=[baseline]", "bits=[8]", "scaling_factor=1", "sample.use=complete", "sample.num_given=5")
-    own = images.for_sampling(config(file, *system))
+    own = images.for_sampling(config(file, *BASELINE.split(), "sample.use=complete", "sample.num_given=5"))
     assert own.stages == ("baseline",) and np.array_equal(own.values[0], photo(16))
 
 
@@ -202,102 +197,46 @@ def test_other_modes_are_refused(text, tmp_path):
     assert images.for_scoring(config(file)).values.shape == (1, 16, 16, 3)
 
 
-WRONG = {
-    "size for scoring": (
-        "evaluate",
-        15,
-        ("image_fit=exact",),
-        "a.png is 15x15; the model scores 16x16 images, 8-bit RGB",
-    ),
-    "size for the first slice": (
-        "sample",
-        16,
-        ("sample.use=size_upscale", "image_fit=exact"),
-        "a.png is 16x16; sample.use=size_upscale takes 8x8 images: slice (0, 0) of 16x16, 8-bit RGB",
-    ),
-    "size for depth": (
-        "sample",
-        8,
-        ("sample.use=depth_upscale", "data.min_side=9"),
-        "a.png is 8x8, and data.min_side=9 forbids to enlarge it; sample.use=depth_upscale takes 16x16 images",
-    ),
-    "no such depth": (
-        "sample",
-        16,
-        ("sample.use=depth_upscale", "image_bits=5"),
-        "image_bits is 5; this chain upscales images of 3 or 8 bits",
-    ),
-    "depth of a first slice": (
-        "sample",
-        8,
-        ("sample.use=size_upscale", "image_bits=5"),
-        "image_bits is 5; the model takes images of 3 bits, or of 8 to be reduced",
-    ),
-    "low-bit files for a model of 8 bits": (
-        "evaluate",
-        16,
-        ("image_bits=3",),
-        "image_bits is 3; the model takes images of 8 bits\n",
-    ),
-    "size of low-bit files": ("sample", 17, ("sample.use=depth_upscale", "image_bits=3"), "a.png is 17x17; sample"),
-    "a misspelt fit": ("evaluate", 16, ("image_fit=exakt",), "image_fit is 'exakt'; it must be data or exact"),
-    "values beyond the depth": (
-        "sample",
-        16,
-        ("sample.use=depth_upscale", "image_bits=3"),
-        "holds a value of 255; image_bits=3 means 0 to 7",
-    ),
-    "all slices": (
-        "sample",
-        16,
-        ("sample.use=complete", "sample.num_given=4"),
-        "sample.num_given is 4; the first 1 to 3 slices of an image can be given",
-    ),
-    "no number of slices": (
-        "sample",
-        16,
-        ("sample.use=complete",),
-        "sample.num_given is not set; the first 1 to 3 slices",
-    ),
-    "all rows of a baseline": (
-        "sample",
-        16,
-        ("stages=[baseline]", "bits=[8]", "scaling_factor=1", "sample.use=complete", "sample.num_given=16"),
-        "sample.num_given is 16; the first 1 to 15 rows of an image can be given",
-    ),
-    "slices where none are asked for": (
-        "sample",
-        16,
-        ("sample.use=depth_upscale", "sample.num_given=1"),
-        "sample.num_given is for sample.use=complete",
-    ),
-    "no stage for it": (
-        "sample",
-        16,
-        ("stages=[size_upscale]", "bits=[8]", "sample.use=depth_upscale"),
-        "config debug has no stage depth_upscale",
-    ),
-    "no use": ("sample", 16, (), "images is set, but sample.use is not"),
-    "another command": ("prepare_data", 16, (), "images is for sample.py, which starts from them, and evaluate.py"),
+WRONG = {  # "node, side of the image, settings": message
+    "evaluate 15 image_fit=exact": "a.png is 15x15; the model scores 16x16 images, 8-bit RGB",
+    "evaluate 16 image_fit=exakt": "image_fit is 'exakt'; it must be data or exact",
+    "evaluate 16 image_bits=3": "image_bits is 3; the model takes images of 8 bits\n",
+    f"evaluate 16 {DEEPEN}": "sample.use is depth_upscale; it is for sample.py: evaluate.py scores images as they "
+    "are\n",
+    "evaluate 16 sample.num_draws=4": "sample.num_draws is 4; it is for sample.py: ",
+    "evaluate 16 sample.num_given=1": "sample.num_given is 1; it is for sample.py: ",
+    "sample 16 sample.use=size_upscale image_fit=exact": "a.png is 16x16; sample.use=size_upscale takes 8x8 images: "
+    "slice (0, 0) of 16x16, 8-bit RGB",
+    f"sample 8 {DEEPEN} data.min_side=9": "a.png is 8x8, and data.min_side=9 forbids to enlarge it; "
+    "sample.use=depth_upscale takes 16x16 images",
+    f"sample 17 {DEEPEN} image_bits=3": "a.png is 17x17; sample",
+    f"sample 16 {DEEPEN} image_bits=3": "holds a value of 255; image_bits=3 means 0 to 7",
+    f"sample 16 {DEEPEN} image_bits=5": "image_bits is 5; this chain upscales images of 3 or 8 bits",
+    "sample 8 sample.use=size_upscale image_bits=5": "image_bits is 5; the model takes images of 3 bits, or of 8 to be "
+    "reduced",
+    "sample 16 sample.use=complete": "sample.num_given is not set; the first 1 to 3 slices",
+    "sample 16 sample.use=complete sample.num_given=4": "sample.num_given is 4; the first 1 to 3 slices of an image "
+    "can be given",
+    f"sample 16 {BASELINE} sample.use=complete sample.num_given=16": "sample.num_given is 16; the first 1 to 15 rows "
+    "of an image can be given",
+    f"sample 16 {DEEPEN} sample.num_given=1": "sample.num_given is for sample.use=complete",
+    f"sample 16 stages=[size_upscale] bits=[8] {DEEPEN}": "config debug has no stage depth_upscale",
+    "sample 16": "images is set, but sample.use is not",
+    "prepare_data 16": "images is for sample.py, which starts from them, and evaluate.py",
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_mistake_is_one_line_and_exit_code_2(name, tmp_path, capsys):
-    node, side, overrides, message = WRONG[name]
-    pixels = photo(side)
+@pytest.mark.parametrize(("wrong", "message"), WRONG.items(), ids=WRONG)
+def test_a_mistake_is_one_line_and_exit_code_2(wrong, message, tmp_path, capsys):
+    node, side, *settings = wrong.split()
+    pixels = photo(int(side))
     pixels[0, 0, 0] = 255
     save(tmp_path / "a.png", pixels)
-    where = (f"images={tmp_path}/a.png", f"storage={tmp_path}/runs", *overrides)
+    where = (f"images={tmp_path}/a.png", f"storage={tmp_path}/runs", *settings)
     assert cli.main(["--config", DEBUG, *where], prog=f"{node}.py") == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err, err
     assert out == "" and not (tmp_path / "runs").exists()
-
-
-def test_a_use_without_images_is_refused(tmp_path, capsys):
-    assert cli.main(["--config", DEBUG, "sample.use=complete"], prog="sample.py") == 2
-    assert "sample.use is complete, but images is not set" in capsys.readouterr().err
 
 
 def test_files_that_are_no_images_or_not_there(tmp_path):
@@ -365,30 +304,6 @@ def test_networks_that_are_not_trained_are_named(tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("setting", ["use=depth_upscale", "num_draws=4", "num_given=1"])
-def test_scoring_refuses_what_only_sampling_obeys(setting, tmp_path, capsys):
-    file, (key, _, value) = save(tmp_path / "a.png", photo(16)), setting.partition("=")
-    arguments = ["--config", DEBUG, f"images={file}", f"storage={tmp_path}/runs", f"sample.{setting}"]
-    assert cli.main(arguments, prog="evaluate.py") == 2
-    assert capsys.readouterr().err == (
-        f"error: sample.{key} is {value}; it is for sample.py: evaluate.py scores images as they are\n"
-    )
-
-
-@pytest.mark.parametrize("setting", ["sample.num_draws=4", "sample.num_given=1", "image_bits=8"])
-def test_settings_of_user_images_need_images(setting):
-    key, _, value = setting.partition("=")
-    with pytest.raises(UserError, match=f"^{key} is {value}, but images is not set; images=FILE says which images"):
-        load(DEBUG, [setting])
-
-
-def test_what_is_made_of_images_is_said_in_one_line(tmp_path):
-    file = save(tmp_path / "a.png", photo(16))
-    own = images.for_sampling(config(file, *COMPLETE))
-    assert own.describe(num_draws=4) == "1 image at 3 bits per channel, 4 draws each by size_upscale, depth_upscale"
-    assert images.for_scoring(config(file)).describe(num_draws=4) == "1 image to score at 8 bits per channel"
-
-
 # ---- what is made of them ------------------------------------------------------------------------------------------
 
 
@@ -444,7 +359,7 @@ def test_first_rows_are_kept_bit_for_bit_by_a_baseline(tiny_spn, tmp_path, ray_i
     trained = {"train_baseline": NodeOutput(str(tmp_path), {"checkpoint": "checkpoint"}, "a")}
     given = np.random.default_rng(0).integers(0, 64, (1, 8, 8, 3), dtype=np.uint8)
     own = UserImages("sample_images", ("a",), given, 6, ("baseline",))
-    baseline = ("stages=[baseline]", "bits=[8]", "scaling_factor=1", "sample.use=complete", "sample.num_given=3")
+    baseline = (*BASELINE.split(), "sample.use=complete", "sample.num_given=3")
     images.sample(context(trained, tmp_path, own, *baseline))
     first, second = draws_of(tmp_path).values()
     assert np.array_equal(first[:3], given[0, :3]) and np.array_equal(second[:3], given[0, :3])
