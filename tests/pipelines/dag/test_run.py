@@ -168,11 +168,6 @@ def test_a_failure_stops_the_nodes_downstream_and_no_others(store: Store, flag: 
     assert any(line.startswith("[a] starts: attempt") and line.endswith("failed; continues it") for line in lines)
 
 
-def test_a_users_mistake_inside_a_node_is_its_one_line(store: Store) -> None:
-    report, _ = go(store, [node("a", "mistake")])
-    assert report["a"].error == "the folder is empty" and report["a"].is_user_error
-
-
 def test_a_process_that_had_a_gpu_ends_with_its_node(store: Store) -> None:
     report, _ = go(store, [node("a", "pid", num_gpus=1)], capacity=None)
     assert is_gone(int(report["a"].success.metrics["pid"]))
@@ -241,14 +236,6 @@ def test_rerun_only_and_keep_as_planned(store: Store) -> None:
     assert attempt(kept, "b") == attempt(rerun, "b") != attempt(first, "b")
     final, _ = go(store, changed)
     assert set(states(final).values()) == {"skipped"}
-
-
-def test_what_never_fits_is_named_before_anything_starts(store: Store) -> None:
-    made = planned(store, [node("a"), node("b", needs=["a"], cost={"CPU": 3}), node("c", num_gpus=1)])
-    assert shortfalls(made.decisions, TWO_CPUS) == [
-        "b needs 3 CPU, the cluster has 2 CPU",
-        "c needs 1 GPU, the cluster has 0 GPU",
-    ]
 
 
 @pytest.mark.parametrize("function", ["write", "stamp"])
