@@ -15,13 +15,11 @@ from ray.data.exceptions import UserCodeException
 from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayTaskError, WorkerCrashedError
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
+from toy.context import context
 from toy.diamond import decided
 from toy.nodes import Toy
-from toy.silent import SilentRun
 
 from data_prep.files import UserError, open_store
-from pipelines.dag.node import NodeContext
-from pipelines.dag.progress import Reporter
 from pipelines.dag.task import execute, is_infrastructure_fault, one_line, root_cause
 
 
@@ -128,9 +126,7 @@ def test_code_that_changed_since_the_launch_is_not_run(tmp_path: Path) -> None:
     decision = decided(open_store(tmp_path))["prepare"]
     assert decision.fingerprint and decision.ingredients
     planned = {**decision.ingredients, "code": {**decision.ingredients["code"], "toy.nodes": "of before"}}
-    context = NodeContext(
-        "prepare", decision.fingerprint, "a", Toy(), {}, str(tmp_path), SilentRun(), Reporter("x"), True
-    )
-    outcome = execute("toy.nodes:write", context, planned, "unknown")
+    given = context("prepare", Toy(), tmp_path, fingerprint=decision.fingerprint)
+    outcome = execute("toy.nodes:write", given, planned, "unknown")
     assert outcome.is_user_error and not (tmp_path / "value.txt").exists()
     assert outcome.error == "the code changed since this launch (toy.nodes); start again"

@@ -11,5 +11,13 @@ from pipelines.dag.progress import Reporter
 from pipelines.tracking import RunHandle
 
 
-def context(node: str, config: Any, out: Path, inputs: Mapping[str, NodeOutput] | None = None) -> NodeContext:
-    return NodeContext(node, "f", "a", config, inputs or {}, str(out), RunHandle(), Reporter(node))
+def context(
+    node: str,
+    config: Any,
+    out: Path | str,
+    inputs: Mapping[str, NodeOutput] | None = None,
+    *,
+    fingerprint: str = "f",
+    attempt: str = "a",
+) -> NodeContext:
+    return NodeContext(node, fingerprint, attempt, config, inputs or {}, str(out), RunHandle(), Reporter(node))

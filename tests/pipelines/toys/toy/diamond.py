@@ -11,12 +11,11 @@ from typing import Any
 from data_prep.files import Store
 from pipelines.dag import attempts
 from pipelines.dag.fingerprint import Sources
-from pipelines.dag.node import Node, NodeContext
+from pipelines.dag.node import Node
 from pipelines.dag.plan import Plan, decide, plan
-from pipelines.dag.progress import Reporter
 from pipelines.dag.task import adopt, execute
+from toy.context import context
 from toy.nodes import Toy
-from toy.silent import SilentRun
 
 TOYS = Path(__file__).parents[1]
 SOURCES = Sources(TOYS, ("toy",))
@@ -65,17 +64,10 @@ def carry_out(made: Plan, *, broken: Sequence[str] = (), lock: str | None = None
             started = {"ingredients": decision.ingredients, "starts": [now], "mlflow_run_id": "run7", "lock": lock}
             store.write_text(f"{folder}/{attempts.STARTED}", json.dumps(started))
             continue
-        context = NodeContext(
-            node=node.name,
-            fingerprint=decision.fingerprint,
-            attempt=attempt,
-            config=node.config,
-            inputs={need: known[need].output(store) for need in node.needs},
-            out=store.uri_of(folder),
-            run=SilentRun(),
-            progress=Reporter(node.name),
-        )
-        outcome = execute(node.function, context, decision.ingredients, "unknown")
+        inputs = {need: known[need].output(store) for need in node.needs}
+        names = dict(fingerprint=decision.fingerprint, attempt=attempt)
+        given = context(node.name, node.config, store.uri_of(folder), inputs, **names)
+        outcome = execute(node.function, given, decision.ingredients, "unknown")
         assert outcome.success is not None, outcome.error
         known[node.name] = outcome.success
         ran.append(node.name)

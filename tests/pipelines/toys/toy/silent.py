@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
-
-class SilentRun:
-    run_id = None
-
-    @contextmanager
-    def open(self) -> Iterator[SilentRun]:
-        yield self
-
-    def set_tags(self, tags: Mapping[str, str]) -> None:
-        pass
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
-        pass
+from pipelines.tracking import RunHandle
 
 
 class SilentTracker:
@@ -27,8 +13,8 @@ class SilentTracker:
     def __init__(self) -> None:
         self.ended: dict[str, list[str]] = {}
 
-    def start_node(self, node: str, **_: Any) -> SilentRun:
-        return SilentRun()
+    def start_node(self, node: str, **_: Any) -> RunHandle:
+        return RunHandle()
 
     reuse_node = start_node
 
