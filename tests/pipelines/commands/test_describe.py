@@ -18,19 +18,22 @@ import torch
 from pipelines import cli, inspection
 from pipelines.config import stage_model_config, stage_names
 from pipelines.loading import load, preset_names
+from spn.gpu import flops
 from spn.model import SPN
 
 TOLERANCE, ROOT = 0.12, Path(__file__).parents[3]
+COUNT_ONCE = functools.cache(flops.forward_flops)
 
 
-@functools.cache
-def described(name: str, *overrides: str) -> dict[str, Any]:
-    return inspection.describe(load(name, overrides))["stages"]
+@pytest.fixture(autouse=True)
+def flops_of_a_network_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds for large ones, and several tests ask for the same."""
+    monkeypatch.setattr(flops, "forward_flops", COUNT_ONCE)
 
 
 @functools.cache
 def sized(name: str, *overrides: str) -> dict[str, Any]:
-    """Like `described`, without the FLOPs: counting them takes ten times as long as building the network."""
+    """The stages without FLOPs: counting them takes ten times as long as building the network."""
     with mock.patch("spn.gpu.flops.forward_flops", return_value=(0, 0)):
         return inspection.describe(load(name, overrides))["stages"]
 
@@ -137,34 +140,31 @@ def test_flops_of_a_decoder_are_the_sum_of_its_matrices() -> None:
     assert found["flops_per_slice"] == 2 * positions * weights
 
 
-def test_gpu_hours_are_flops_over_what_a_gpu_is_assumed_to_reach(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_hours_are_flops_over_what_a_gpu_is_assumed_to_reach() -> None:
     whole = inspection.describe(load("imagenet128"))
     for stage, found in whole["stages"].items():
         train = load("imagenet128").per_stage[stage].train
-        flops = 3 * found["flops_per_slice"] * train.batch_size * train.num_steps
-        assert found["gpu_hours"] * 3600 * 0.5 * 790e12 == pytest.approx(flops)
+        training = 3 * found["flops_per_slice"] * train.batch_size * train.num_steps
+        assert found["gpu_hours"] * 3600 * 0.5 * 790e12 == pytest.approx(training)
     assert whole["gpu_hours"] == pytest.approx(sum(found["gpu_hours"] for found in whole["stages"].values()))
-    flops = {stage: found["flops_per_slice"] for stage, found in whole["stages"].items()}
-    per_image = flops["first_slice"] + 16 * flops["size_upscale"] + 16 * flops["depth_upscale"]
+    first, size, depth = (found["flops_per_slice"] for found in whole["stages"].values())
+    per_image = first + 16 * size + 16 * depth
     assert whole["scoring_gpu_hours"] * 3600 == pytest.approx(1000 * per_image / (0.5 * 790e12)), "the same share"
     half = inspection.describe(load("imagenet128", ["train.num_steps=100_000", "resources.num_workers=4"]))
     assert half["gpu_hours"] == pytest.approx(whole["gpu_hours"] / 2)
-    assert cli.main(["--config", "imagenet128"], prog="describe.py") == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert "50% of 790 TFLOP/s (assumed)" in last and f"{whole['gpu_hours']:,.2f} GPU-hours of an H100" in last
 
 
 def test_costs_on_the_page_about_clusters_are_those_described() -> None:
     page = (ROOT / "docs/cluster.md").read_text()
-    stages = described("imagenet128")
-    flops = {stage: found["training_flops"] for stage, found in stages.items()}
+    stages = inspection.describe(load("imagenet128"))["stages"]
+    training = {stage: found["training_flops"] for stage, found in stages.items()}
     hours = {stage: found["gpu_hours"] for stage, found in stages.items()}
     for stage, found in stages.items():
-        row = [stage, f"{found['parameters']['total'] / 1e6:.0f}M", f"{flops[stage]:.2e}".replace("e+", "e")]
+        row = [stage, f"{found['parameters']['total'] / 1e6:.0f}M", f"{training[stage]:.2e}".replace("e+", "e")]
         row += [f"{hours[stage]:.0f}", f"{hours[stage] / 8:.0f} h"]
         assert f"| {' | '.join(row)} |" in page
     total = sum(hours.values())
-    row = ["all", "", f"{sum(flops.values()):.2e}".replace("e+", "e"), f"{total:,.0f}"]
+    row = ["all", "", f"{sum(training.values()):.2e}".replace("e+", "e"), f"{total:,.0f}"]
     row += [f"{total / 8:.0f} h one after another, {max(hours.values()) / 8:.0f} h side by side on 24"]
     assert f"| {' | '.join(row)} |".replace("|  |", "| |") in page
 
@@ -176,6 +176,8 @@ def test_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(found["parameters"]["total"] > 0 and found["flops_per_slice"] > 0 for found in stages.values())
     assert cli.main(["--config", "imagenet128"], prog="describe.py") == 0
     text = capsys.readouterr().out
-    total = described("imagenet128")["size_upscale"]["parameters"]["total"]
-    assert f"size_upscale: {total:,} parameters\n" in text
+    whole = inspection.describe(load("imagenet128"))
+    assert f"size_upscale: {whole['stages']['size_upscale']['parameters']['total']:,} parameters\n" in text
     assert "batch of 2,048 slices on 8 workers" in text
+    last = text.splitlines()[-1]
+    assert "50% of 790 TFLOP/s (assumed)" in last and f"{whole['gpu_hours']:,.2f} GPU-hours of an H100" in last
