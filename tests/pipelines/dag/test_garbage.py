@@ -25,8 +25,11 @@ def found(store: Store, **changes: dict[str, Any]) -> list[str]:
 def test_nothing_of_a_fresh_run_may_go(finished: Store) -> None:
     assert found(finished) == []
     assert found(finished, **NEW) == []  # outdated outputs, each the newest of its node: --keep may adopt them
-    for attempt in finished.list("nodes/join"):
-        finished.delete(attempt.path)
+    for file in [file.path for file in finished.walk("nodes/join") if file.path.endswith("value.txt")]:
+        finished.delete(file)
+    assert found(finished) == []  # damaged, but the newest
+    for attempts in finished.list("nodes/join"):
+        finished.delete(attempts.path)
     assert found(finished) == []  # a node without any attempt, as after deleting its only one
 
 
