@@ -42,11 +42,6 @@ CASES: dict[str, tuple[Callable[[Path], None], dict, str]] = {
         "data.root: split_mismatch: splits.txt names 2 images, ",
     ),
     "glow": (photos, {"split": "glow"}, "data.split is 'glow'; it takes 3000 images for test, "),
-    "tiles": (
-        photos,
-        {"crop": "tiles", "tile_size": 20},
-        "data.root: too_many_unusable: 4 of 4 photos ",
-    ),
 }
 
 
