@@ -30,7 +30,7 @@ from pipelines.dag.run import NodeReport
 from pipelines.loading import load, to_yaml
 from pipelines.tracking import Ledger, RunHandle
 
-ROOT, TOYS = Path(__file__).parents[3], Path(__file__).parents[1] / "toys"
+ROOT = Path(__file__).parents[3]
 NODES = ["prepare_data", "train_first_slice", "train_size_upscale", "train_depth_upscale", "evaluate", "sample"]
 NODES += ["report"]
 SCRIPTS = ("full_multidim", "prepare_data", "train_stage", "evaluate", "sample", "describe")
@@ -94,7 +94,7 @@ def test_what_is_verified_must_be_a_dataset(command: Command, tmp_path: Path) ->
     assert "unknown key data.sed" in command("prepare_data.py", "--verify", "data.sed=3")[2], "an override, no place"
 
 
-def test_names_of_nodes_are_those_of_the_wiring(command: Command) -> None:
+def test_names_of_nodes_are_those_of_the_wiring() -> None:
     config = load("debug")
     assert [node.name for node in pipeline.nodes(config)] == node_names(stage_names(config)) == NODES
 

@@ -9,15 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from toy.diamond import SOURCES
 from toy.nodes import Toy
 
 from data_prep.files import UserError, open_store
 from pipelines import cluster, pipeline
-from pipelines.dag.fingerprint import Sources
 from pipelines.dag.node import Node
 from pipelines.start import check_run_folder
 
-TOYS = Path(__file__).parents[1] / "toys"
 Command = Callable[..., tuple[int, str, str]]
 
 
@@ -34,7 +33,7 @@ def test_exit_codes_of_a_start(
         Node("third", "toy.nodes:write", needs=("second",)),
     ]
     monkeypatch.setattr(pipeline, "nodes", lambda config, **_: nodes)
-    monkeypatch.setattr(pipeline, "SOURCES", Sources(TOYS, ("toy",)))
+    monkeypatch.setattr(pipeline, "SOURCES", SOURCES)
     monkeypatch.setattr(cluster, "connect", lambda **_: cluster.ClusterInfo({"CPU": 2.0}, {"CPU": 2.0}))
     monkeypatch.setattr(cluster, "disconnect", lambda: None)
 
