@@ -71,25 +71,6 @@ def test_what_is_not_semantic_reruns_nothing(finished: Store) -> None:
     assert will_run(decided(finished, diamond(left=changes))) == ()
 
 
-def test_other_source_files_rerun_all(finished: Store) -> None:
-    made = decided(finished, diamond(prepare={"source": "listing 2"}))
-    assert will_run(made) == ("prepare", "left", "right", "join")
-    assert made["prepare"].reason == "external files changed"
-
-
-def test_rerun_makes_a_new_attempt_and_reruns_those_that_read_other_files_then(finished: Store) -> None:
-    stamped = diamond(left={"function": "toy.nodes:stamp"})
-    carry_out(decided(finished, stamped))
-    before = ids(decided(finished, stamped))
-    made = decided(finished, stamped, rerun=["left"])
-    assert will_run(made) == ("left", "join")
-    assert made["left"].reason == "requested by --rerun"
-    assert carry_out(made) == ["left", "join"]
-    after = decided(finished, stamped)
-    assert will_run(after) == ()
-    assert [name for name in before if ids(after)[name] != before[name]] == ["left", "join"]
-
-
 def test_a_rerun_that_makes_equal_files_leaves_those_downstream_as_they_are(finished: Store) -> None:
     before = ids(decided(finished))
     made = decided(finished, rerun=["prepare"])
