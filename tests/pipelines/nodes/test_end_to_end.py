@@ -26,8 +26,7 @@ from PIL import Image
 
 from data_prep import ray_compat
 from data_prep.files import open_store
-from pipelines import cli, cluster, pipeline
-from pipelines.loading import load
+from pipelines import cli, cluster
 from pipelines.nodes.trained import start_weights_of
 from pipelines.pipeline import CHECKPOINT
 
@@ -106,12 +105,6 @@ def test_the_last_checkpoint_is_found_and_intact(first: subprocess.CompletedProc
         (run,) = (path.parent for path in folder.glob("*/checkpoint_manager_snapshot.json"))
         assert ray_compat.keep_intact_checkpoints(open_store(run), score="valid/bits_per_dim") == (12, [])
         assert (run / "step-00000012" / ray_compat.CHECKSUMS).is_file()
-
-
-def test_stages_may_train_at_the_same_time() -> None:
-    """Both fit together into the session of two CPUs; tests/pipelines/dag/test_run.py shows that they run then."""
-    made = {node.name: node.total_cost for node in pipeline.nodes(load("debug"))}
-    assert sum(made[node]["CPU"] for node in TRAINS) <= 2
 
 
 def test_it_ends_with_bits_per_dim_and_where_to_look(first: subprocess.CompletedProcess[str], storage: Path) -> None:
