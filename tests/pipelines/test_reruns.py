@@ -107,10 +107,7 @@ def test_a_change_reruns_exactly_what_depends_on_it(
     project.assert_whole()
 
 
-UNCHANGED = ("log_every_steps=7", "micro_batch_size=2", "compile=true", "recompute_activations=true")
-
-
-def test_settings_retrain_nothing_extend_a_training_or_say_why_it_begins_anew(project: Project) -> None:
+def test_settings_keep_a_training_extend_it_or_say_why_it_begins_anew(project: Project) -> None:
     def trains(*settings: str) -> tuple[str, str]:
         project.nodes = pipeline.nodes(load("debug", [f"train.{setting}" for setting in settings]))
         (action,) = {project.plan()[name].action for name in TRAINS}
@@ -118,7 +115,6 @@ def test_settings_retrain_nothing_extend_a_training_or_say_why_it_begins_anew(pr
 
     steps = project.nodes[1].config.train.num_steps
     old = f"attempt {project.plan()[TRAINS[0]].success.attempt}"
-    assert trains(*UNCHANGED)[0] == "skip"
     action, reason = trains("checkpoint_every_steps=24")
     assert (action, reason[: len(old)]) == ("keep", old) and "train.checkpoint_every_steps" in reason
     assert all(project.plan()[name].action == "skip" for name in ("evaluate", "sample"))
