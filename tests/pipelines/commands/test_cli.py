@@ -67,8 +67,6 @@ REFUSED = {
     ("--status", "images=a.png"): "images is for sample.py, which starts from them, and evaluate.py, which scores them",
     ("--yes",): "--yes belongs to --gc, which deletes what is no longer needed",
     ("--only", ""): f"--only : {NO_NODE}; valid: {', '.join(NODES)}",
-    ("train.num_step=3",): "unknown key train.num_step; nearest: train.num_steps "
-    "(on the command line: train.num_step=3)",
     ("data.dataset=my_photos",): "data.root is not set: name the folder with the images of my_photos",
     ("--config", "demo.yml"): "config file demo.yml does not exist; nearest: demo",
     ("--config", "docs/own_data"): "config file docs/own_data does not exist; nearest: docs/own_data.yaml",
