@@ -283,12 +283,12 @@ def test_demo_is_the_default(handed_on: dict[str, Any]) -> None:
 def test_options_and_overrides_in_any_order(handed_on: dict[str, Any]) -> None:
     arguments = "seed=3 --only sample,report --rerun sample train.num_steps=7 --only evaluate --keep=report --dry-run"
     arguments += " --from evaluate,sample --from report"
-    assert cli.main(["--config", "debug", *arguments.split(), "bits=[1,3,8]"]) == 0
+    assert cli.main(["--config", "debug", *arguments.split(), "--rerun", "evaluate, report", "bits=[1,3,8]"]) == 0
     config = handed_on.pop("config")
     assert (config.seed, config.train.num_steps, config.bits) == (3, 7, [1, 3, 8])
     assert handed_on == {
         "only": ("sample", "report", "evaluate"),
-        "rerun": ("sample",),
+        "rerun": ("sample", "evaluate", "report"),
         "keep": ("report",),
         "start_from": ("evaluate", "sample", "report"),
         "dry_run": True,
