@@ -9,6 +9,7 @@ each slice given those before it (spn/model.py), and draws pixel by pixel, slice
 from __future__ import annotations
 
 import argparse
+import io
 from pathlib import Path
 
 import numpy as np
@@ -51,11 +52,16 @@ def main(arguments: list[str] | None = None) -> None:
 
     try:
         image = Image.open(options.photo).convert("RGB").resize((144, 96), Image.Resampling.BOX)
-    except OSError as error:
-        parser.exit(2, f"error: {options.photo} is no picture that can be read: {error.strerror or error}\n")
+    except (OSError, Image.DecompressionBombError) as error:
+        why = getattr(error, "strerror", None) or error
+        parser.exit(2, f"error: {options.photo} is no picture that can be read: {why}\n")
     if options.steps < 1:
         parser.exit(2, f"error: --steps is {options.steps}; it must be at least 1\n")
-    if Image.registered_extensions().get(options.out.suffix.lower()) not in Image.SAVE:
+    try:
+        Image.new("RGB", (1, 1)).save(
+            io.BytesIO(), Image.registered_extensions().get(options.out.suffix.lower(), "none")
+        )
+    except (KeyError, OSError):
         parser.exit(2, f"error: --out is {options.out}; its name must end as a picture's does, such as .png\n")
     if not options.out.absolute().parent.is_dir():
         parser.exit(2, f"error: --out is {options.out}; there is no folder {options.out.parent}\n")

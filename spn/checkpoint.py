@@ -54,23 +54,39 @@ def load_model(folder: Path, *, averaged: bool = True, device: str = "cpu") -> S
 
 
 def load_chain(folder: Path | str, *, device: str = "cpu") -> dict[str, SPN]:
-    """{stage: network}, in the order of generation, of a folder with one checkpoint folder per stage (`--export`)."""
+    """{stage: network}, in the order of generation, of a folder with one checkpoint folder per stage (`--export`).
+
+    Raises ValueError where a stage between two others is missing.
+    """
     models = [load_model(path.parent, device=device) for path in Path(folder).glob(f"*/{CONFIG}")]
     if not models:
         raise FileNotFoundError(f"{folder} has no folder of a stage, with {CONFIG} and {EMA}")
     models.sort(key=lambda model: (model.config.num_given_bits, model.config.stage))  # first_slice, then size_upscale
+    depth = models[0].config.num_given_bits
+    for config in (model.config for model in models):
+        if config.num_given_bits not in (0, depth):
+            raise ValueError(f"{folder}: {config.stage} is given {config.num_given_bits} bits, which no stage makes")
+        depth = config.num_given_bits + config.num_bits
     return {model.config.stage: model for model in models}
 
 
 def check_start(folder: Path, config: SPNConfig) -> None:
     """Raises ValueError if the checkpoint's network is none of `config`. It needs the checkpoint's config alone.
 
-    The stage's name may differ (a chain's depth_upscale and another chain's depth_upscale_8), its shape may not.
+    The stage's name may differ (a chain's depth_upscale and another chain's depth_upscale_8), and so may the dropout.
     """
-    theirs = load_config(folder)
-    for name in ("image_size", "scaling_factor", "num_bits", "num_given_bits", "decoder", "embedder"):
-        if getattr(theirs, name) != getattr(config, name):
-            raise ValueError(f"{name} is {getattr(config, name)} here, {getattr(theirs, name)} in the checkpoint")
+    ours, theirs = _shape(config), _shape(load_config(folder))
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(f"{name} is {ours.get(name)} here, {theirs.get(name)} in the checkpoint")
+
+
+def _shape(config: SPNConfig) -> dict[str, Any]:
+    """What decides which weights the network has and what they mean, by its key in a configuration."""
+    fields = asdict(config)
+    parts = {part: fields.pop(part) or {} for part in ("decoder", "embedder")}
+    fields |= {f"{part}.{name}": value for part, inner in parts.items() for name, value in inner.items()}
+    return {name: value for name, value in fields.items() if name != "stage" and not name.endswith(".dropout")}
 
 
 def load_trainer(folder: Path) -> dict[str, Any]:

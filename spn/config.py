@@ -187,11 +187,12 @@ class TrainConfig:
         _one_of("precision", self.precision, PRECISIONS)
         _at_least(self, 1, "num_steps", "batch_size", "micro_batch_size", "num_valid_images")
         _at_least(self, 1, "eval_every_steps", "checkpoint_every_steps", "log_every_steps")
-        _at_least(self, 0, "epsilon", "weight_decay", "warmup_steps", "adamw_learning_rate")
+        _at_least(self, 0, "weight_decay", "warmup_steps", "adamw_learning_rate")
         _below_one(self, "momentum", "decay", "polyak_decay")
-        for name, rate in (("learning_rate", self.learning_rate), *(("lr_values", rate) for rate in self.lr_values)):
-            if not 0 < rate < math.inf:
-                raise ValueError(f"{name} is {rate}; it must be above 0")
+        rates = (("learning_rate", self.learning_rate), *(("lr_values", rate) for rate in self.lr_values))
+        for name, value in (("epsilon", self.epsilon), *rates):  # masked weights have no gradient: it divides theirs
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be above 0")
         if len(self.lr_boundaries) != len(self.lr_values):
             raise ValueError(f"lr_values has {len(self.lr_values)} rates for {len(self.lr_boundaries)} lr_boundaries")
         if sorted(set(self.lr_boundaries)) != list(self.lr_boundaries):

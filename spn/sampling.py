@@ -200,8 +200,16 @@ def sample_chain(
     the image at its depth. models are in the order of generation; images are what seeds each image's draws. A chain may
     start later, from values that are kept: `slices` [B, k, 3, h, w] or `rows` [B, 3, k, W] for a size_upscale or
     baseline that comes first (see `sample_stage`, also for precision, decoder, decoders and coder), `image`
-    [B, 3, H, W] for a depth_upscale that comes first.
+    [B, 3, H, W] for a depth_upscale that comes first. Raises ValueError for what the chain does not take.
     """
+    first = next(iter(models.values())).config
+    takes = "image" if first.num_given_bits else {"size_upscale": "slices", "baseline": "rows"}.get(first.stage)
+    for name, value in (("slices", slices), ("rows", rows), ("image", image)):
+        if value is not None and name != takes:
+            raise ValueError(f"{name} is given, but a chain that begins with {first.stage} takes {takes or 'none'}")
+    for name in {**(temperature or {}), **(top_p or {})}:
+        if name not in models:
+            raise ValueError(f"temperature or top_p is given for {name}; the chain has {', '.join(models)}")
     known: dict[str, Tensor] = {}
     for stage, model in models.items():
         config = model.config

@@ -190,6 +190,7 @@ class DrawingWorker:
 
     def __init__(self, job: Job, progress: Reporter, total: int) -> None:
         torch.set_num_threads(1)  # sums are the same whatever CPUs the worker was given
+        torch.backends.cudnn.allow_tf32 = False  # float32 means float32
         self.job, self.progress, self.total = job, progress, total
         self.device = job.config.resources.device
         self.decoders: dict[Any, Decode] = {}  # of chunks of `batch` images
@@ -239,7 +240,7 @@ class DrawingWorker:
         from spn.gpu.folding import not_covered
 
         why = {stage: not_covered(model) for stage, model in self.models.items()}
-        plain = [f"{stage} by the plain decoder: {reason}" for stage, reason in why.items() if reason is not None]
+        plain = [f"{stage} without the fused kernels: {reason}" for stage, reason in why.items() if reason is not None]
         return "; ".join([f"{batch:,} at once", *plain])
 
     def _make_room(self, batch: int) -> None:
@@ -266,8 +267,8 @@ class DrawingWorker:
                 self.models,
                 seed=config.seed,
                 images=chunk.seeds,
-                temperature=config.temperature,
-                top_p=config.top_p,
+                temperature={stage: config.temperature[stage] for stage in self.models},
+                top_p={stage: config.top_p[stage] for stage in self.models},
                 precision=config.precision,
                 decoder=config.decoder,
                 decoders=self.decoders,

@@ -178,6 +178,7 @@ def train_worker(context: NodeContext[TrainNodeConfig], recorded: int | None) ->
     device = get_device()
     # Read meanwhile: the processes that read then exist already when training begins.
     valid = ValidImages(node, rank=rank, num_workers=num_workers, device=device)
+    torch.backends.cudnn.allow_tf32 = False  # float32 means float32
     torch.manual_seed(node.seed)  # equal initial weights on all workers
     model = SPN(node.model).to(device)
     if config.recompute_activations:
@@ -335,11 +336,12 @@ def recorded_micro_batch(store: Store, train: TrainConfig, *, num_workers: int) 
     """What the attempt found at its start; None if it has not yet, or if that suits no longer."""
     if not store.exists(MICRO_BATCH):
         return None
+    share = train.batch_size // num_workers
     try:
-        size, share = json.loads(store.read_bytes(MICRO_BATCH))["micro_batch_size"], train.batch_size // num_workers
-    except (ValueError, KeyError, TypeError):  # damaged
+        size = json.loads(store.read_bytes(MICRO_BATCH))["micro_batch_size"]
+        return size if share % size == 0 and size <= (train.micro_batch_size or share) else None
+    except (ValueError, KeyError, TypeError, ZeroDivisionError):  # damaged
         return None
-    return size if share % size == 0 and size <= (train.micro_batch_size or share) else None
 
 
 def find_micro_batch(

@@ -31,9 +31,11 @@ def test_a_photo_becomes_a_picture(tmp_path, capsys, monkeypatch):
     assert "valid/bits_per_dim" in printed and str(tmp_path / "drawn.png") in printed
 
 
-def test_a_photo_that_cannot_be_read_is_one_line(tmp_path, capsys):
+def test_a_photo_that_cannot_be_read_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # Pillow takes up to twice as many
     (tmp_path / "text.png").write_text("no picture")
-    for name in ("text.png", "nothing.png"):
+    Image.new("RGB", (60, 80)).save(tmp_path / "large.png")
+    for name in ("text.png", "nothing.png", "large.png"):
         with pytest.raises(SystemExit, match="2"):
             spn_main.main([str(tmp_path / name)])
         err = capsys.readouterr().err
@@ -46,6 +48,7 @@ def test_what_cannot_be_written_is_refused_before_training(tmp_path, capsys):
         ("--out", tmp_path / "nowhere/x.png"),
         ("--out", tmp_path / "x.foo"),
         ("--out", tmp_path / "x.psd"),
+        ("--out", tmp_path / "x.xbm"),  # of black and white alone
         ("--steps", "0"),
     ):
         with pytest.raises(SystemExit, match="2"):

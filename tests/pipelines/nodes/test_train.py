@@ -242,6 +242,9 @@ def test_a_restart_keeps_what_the_attempt_has_found(tmp_path: Path) -> None:
     store.write_text(train.MICRO_BATCH, json.dumps({"micro_batch_size": 6}))
     assert train.recorded_micro_batch(store, config, num_workers=2) == 6
     assert train.recorded_micro_batch(store, config, num_workers=3) is None
+    store.write_text(train.MICRO_BATCH, json.dumps({"micro_batch_size": 0}))
+    assert train.recorded_micro_batch(store, config, num_workers=2) is None, "damaged"
+    store.write_text(train.MICRO_BATCH, json.dumps({"micro_batch_size": 6}))
     capped = dataclasses.replace(config, micro_batch_size=4)
     assert train.recorded_micro_batch(store, capped, num_workers=2) is None
 

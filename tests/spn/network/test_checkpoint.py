@@ -118,16 +118,20 @@ def test_loading_needs_every_weight(trained, tmp_path):
         load_model(tmp_path)
 
 
-def test_a_chain_loads_in_its_order_of_generation(network, tmp_path):
-    """Whatever the folders' names, from configurations and averaged weights alone."""
-    order = ("first_slice", "size_upscale", "depth_upscale")
-    for name, stage in zip("abc", reversed(order), strict=True):
-        model = network(stage, 2)
+def test_a_chain_loads_in_its_order_of_generation(tiny_chain, tmp_path):
+    """Whatever the folders' names, from configurations and averaged weights alone; not without one in between."""
+    models = tiny_chain(1, 3, 8)
+    order = ("first_slice", "size_upscale", "depth_upscale_3", "depth_upscale_8")
+    for name, stage in zip("abcd", reversed(order), strict=True):
+        model = models[stage]
         (tmp_path / name).mkdir()
         save_checkpoint(tmp_path / name, model=model, ema=model, trainer={})
         for file in ("model.safetensors", "trainer.pt"):
             (tmp_path / name / file).unlink()
     chain = load_chain(str(tmp_path))
     assert tuple(chain) == order and all(model.config.stage == stage for stage, model in chain.items())
+    (tmp_path / "b" / "config.json").unlink()
+    with pytest.raises(ValueError, match="depth_upscale_8 is given 3 bits, which no stage makes"):
+        load_chain(tmp_path)
     with pytest.raises(FileNotFoundError, match="has no folder of a stage"):
         load_chain(tmp_path / "a")

@@ -207,6 +207,22 @@ def test_high_bits_are_kept_from_any_depth_of_the_chain(tiny_chain):
     assert torch.equal(again["depth_upscale_8"], whole["depth_upscale_8"])
 
 
+def test_what_a_chain_does_not_take_is_refused(tiny_chain):
+    """Rather than ignored, as if it had been continued."""
+    whole, later = tiny_chain(3, 8), tiny_chain(3, 8, first=None)
+    known = sample_chain(whole, seed=5, images=range(2))
+    slices, rows = known["first_slice"][:, None], known["size_upscale"][:, :, :1]
+    for models, given, why in (
+        (whole, {"slices": slices}, "begins with first_slice takes none"),
+        (whole, {"image": known["size_upscale"]}, "begins with first_slice takes none"),
+        (later, {"rows": rows}, "begins with size_upscale takes slices"),
+        (whole, {"temperature": {"depth": 0.5}}, "given for depth; the chain has first_slice"),
+        (whole, {"top_p": {"depth": 0.5}}, "given for depth; the chain has first_slice"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            sample_chain(models, seed=5, images=range(2), **given)
+
+
 def test_frequencies_given_a_first_slice_are_the_exact_conditional(tiny_spn):
     """2 x 2 image of 1 bit, S = 2, two slices given: the 64 outcomes of the others, from the evaluated joint."""
     models = {"size_upscale": tiny_spn("size_upscale", seed=27, image_size=2, scaling_factor=2, num_bits=1)}

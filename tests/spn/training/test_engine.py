@@ -73,7 +73,14 @@ def test_weights_of_another_network_are_refused_by_what_differs(tiny_config, tmp
     config = tiny_config("size_upscale", image_size=8, scaling_factor=2)
     model = SPN(config)
     save_checkpoint(tmp_path, model=model, ema=model, trainer={})
-    for change in ({"num_bits": 3}, {"image_size": 16}):
-        other = dataclasses.replace(config, **change)
-        with pytest.raises(ValueError, match=f"^{next(iter(change))} is"):
-            check_start(tmp_path, other)
+    deeper, dropped = (
+        {"decoder": dataclasses.replace(config.decoder, **new)} for new in ({"num_layers": 9}, {"dropout": 0.5})
+    )
+    for change, name in (
+        ({"num_bits": 3}, "num_bits"),
+        ({"image_size": 16}, "image_size"),
+        (deeper, "decoder.num_layers"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} is .* here, .* in the checkpoint"):
+            check_start(tmp_path, dataclasses.replace(config, **change))
+    check_start(tmp_path, dataclasses.replace(config, **dropped))

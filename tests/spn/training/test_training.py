@@ -218,7 +218,7 @@ def test_fit_hands_out_nothing_after_wrong_numbers(network, settings, batches_fr
 
 AT_LEAST_1 = ("num_steps", "batch_size", "micro_batch_size", "num_valid_images")
 AT_LEAST_1 += ("eval_every_steps", "checkpoint_every_steps", "log_every_steps")
-AT_LEAST_0 = ("epsilon", "weight_decay", "warmup_steps", "adamw_learning_rate")
+AT_LEAST_0 = ("weight_decay", "warmup_steps", "adamw_learning_rate")
 BELOW_1 = ("momentum", "decay", "polyak_decay")
 
 
@@ -234,6 +234,7 @@ BELOW_1 = ("momentum", "decay", "polyak_decay")
         *(({name: -1.0}, [name, "-1.0", "at least 0"]) for name in AT_LEAST_0),
         *(({name: value}, [name, str(value), "below 1"]) for name in BELOW_1 for value in (-0.1, 1.0)),
         ({"learning_rate": 0.0}, ["learning_rate", "0.0", "above 0"]),
+        ({"epsilon": 0.0}, ["epsilon", "0.0", "above 0"]),
         ({"lr_boundaries": [5], "lr_values": [1e-3, 1e-4]}, ["lr_values", "2", "1", "lr_boundaries"]),
         ({"lr_boundaries": [5, 3], "lr_values": [1e-3, 1e-4]}, ["lr_boundaries", "[5, 3]"]),
         ({"lr_boundaries": [5, 5], "lr_values": [1e-3, 1e-4]}, ["lr_boundaries", "[5, 5]"]),
