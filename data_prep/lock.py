@@ -22,6 +22,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -213,7 +214,8 @@ def _parse(content: bytes) -> dict[str, Any]:
 def _place() -> str:
     """Names the set of processes that a pid belongs to: containers may share a host name and not their pids."""
     try:
-        return f"{socket.gethostname()}/{os.stat('/proc/self/ns/pid').st_ino}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # hosts may share a name, too
+        return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return socket.gethostname()
 

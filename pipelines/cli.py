@@ -22,7 +22,7 @@ from pipelines.dag.fingerprint import canonical
 from pipelines.dag.masking import masked_output
 from pipelines.dag.plan import nearest
 from pipelines.loading import key_of, load, preset_names
-from pipelines.start import OPTIONS, check_photos, run_folder, start
+from pipelines.start import OPTIONS, check_photos, removed_if_interrupted, run_folder, start
 
 atexit.register(gc.freeze)  # Python would search all that MLflow and Ray made for garbage, for a second
 FULL, UNUSABLE = 1, 2
@@ -161,7 +161,8 @@ def _compress(arguments: argparse.Namespace) -> int:
         raise UserError("compress.py takes either images=FILE, FOLDER or 'PATTERN', or split=test")
     from pipelines import compression  # torch
 
-    return compression.compress(config, target, check=not arguments.no_check)
+    with removed_if_interrupted(target):
+        return compression.compress(config, target, check=not arguments.no_check)
 
 
 def _decompress(arguments: argparse.Namespace) -> int:
@@ -170,7 +171,8 @@ def _decompress(arguments: argparse.Namespace) -> int:
     target, config = _output(arguments, "FOLDER"), load(arguments.config, arguments.overrides)
     from pipelines import compression  # torch
 
-    return compression.decompress(config, arguments.file, target)
+    with removed_if_interrupted(target):
+        return compression.decompress(config, arguments.file, target)
 
 
 def _output(arguments: argparse.Namespace, what: str) -> Store:

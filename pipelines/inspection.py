@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from data_prep.files import UserError, join, open_store, parent, printable
@@ -22,9 +23,10 @@ from pipelines import pipeline, tracking
 from pipelines.config import ExperimentConfig, stage_model_config, stage_names, train_node
 from pipelines.dag import status
 from pipelines.dag.attempts import history
+from pipelines.dag.masking import mask_uris
 from pipelines.dag.progress import Display, Update
 from pipelines.nodes import registry
-from pipelines.start import MARKER, accessing, locked, plan_of, run_folder
+from pipelines.start import MARKER, accessing, check_run_folder, locked, plan_of, removed_if_interrupted, run_folder
 
 DONE, DAMAGED = 0, 1
 # What GPU-hours rest on: the share of the card's FLOP/s (spn.gpu.flops) that training and scoring reach. Measured on
@@ -81,6 +83,10 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
         with accessing(store):
             plan = plan_of(config, store)
             if found := status.find_garbage(plan):  # else there is no need to ask MLflow
+                own, made = mask_uris(str(config.tracking.uri)), check_run_folder(store, name=config.name)
+                if (made_with := str((made.get("tracking") or {}).get("uri"))) != own:
+                    what = f"the last launch had tracking.uri={made_with}, this command has {own}"
+                    raise UserError(f"--gc: {what}: only that MLflow knows which models are in use")
                 uri = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
                 named = registry.attempts_with_alias(uri, experiment=config.name)
                 found = status.find_garbage(plan, named=named)
@@ -106,18 +112,21 @@ def export(config: ExperimentConfig, where: str) -> int:
     plan = plan_of(config, store, "evaluate")
     if (evaluated := plan["evaluate"].success) is None:
         raise UserError(f"--export: evaluate has no finished output ({plan['evaluate'].reason}); run it first")
-    for stage in stages:
-        trained = plan[train_node(stage)].success
-        assert trained is not None, "evaluate has read it"
-        checkpoint = open_store(trained.output(store).place("checkpoint"))
-        for name in pipeline.CHECKPOINT:
-            target.write_bytes(join(stage, name), checkpoint.read_bytes(name))
+    if evaluated.adopted:
+        raise UserError("--export: evaluate was kept by --keep, so its scores may be those of others; --rerun evaluate")
     results = json.loads(open_store(evaluated.output(store).place("results")).read_bytes(""))
     scores = {**results["stages"], "total": results["total"]}
     rows = [f"| {name} | {part['bits_per_dim']:.3f} | {part['standard_error']:.3f} |" for name, part in scores.items()]
     at_8_bits = f"images << {8 - results['generated_bits']}".removesuffix(" << 0")
     fields = {"name": config.name, "last": stages[-1], "rows": "\n".join(rows), "at_8_bits": at_8_bits, **results}
-    target.write_text("README.md", CARD.format(**fields))
+    with removed_if_interrupted(target):
+        for stage in stages:
+            trained = plan[train_node(stage)].success
+            assert trained is not None, "evaluate has read it"
+            checkpoint = open_store(trained.output(store).place("checkpoint"))
+            for name in pipeline.CHECKPOINT:
+                target.write_bytes(join(stage, name), checkpoint.read_bytes(name))
+        target.write_text("README.md", CARD.format(**fields))
     print(f"exported: {target.uri}")
     return DONE
 
@@ -157,7 +166,7 @@ def compare(places: Sequence[str]) -> int:
     (first, of_first), (second, of_second) = map(_per_image, places)
     if first.column("key") != second.column("key"):
         raise UserError(f"--compare: {places[0]} and {places[1]} score different images")
-    table = Table(title=f"bits/dim of {len(first)} images", caption=f"A: {places[0]}\nB: {places[1]}")
+    table = Table(title=f"bits/dim of {len(first)} images", caption=escape(f"A: {places[0]}\nB: {places[1]}"))
     others = dict[str, str]()  # parts in which they score other bits or slices, or images of another size
     for column in ("part", "A", "B", "A - B", "standard error"):
         table.add_column(column, justify="left" if column == "part" else "right")
@@ -170,7 +179,7 @@ def compare(places: Sequence[str]) -> int:
         table.add_row(part, *means, f"{difference:+.4f}", f"{error:.4f}")
     Console().print(table)
     for part, values in others.items():
-        print(f"{part} is not compared: uniform distributions need other bits/dim, A {values}")
+        print(f"{part} is not compared: it scores other bits, slices or pixels, A {values}")
     return DONE
 
 
@@ -178,7 +187,7 @@ def _per_image(place: str) -> tuple[pa.Table, dict[str, str]]:
     """Scores of a file, or of a run folder's newest `evaluate`; and what each part scores, if results.json lies there:
     the size of the images, and the bits/dim of a uniform distribution, which say how many bits of how many slices."""
     try:
-        if not place.endswith(".parquet"):
+        if not parent(place)[1].endswith(".parquet"):
             store = open_store(place)
             made = [attempt.success for attempt in history(store, "evaluate") if attempt.success is not None]
             if not made:
@@ -190,9 +199,10 @@ def _per_image(place: str) -> tuple[pa.Table, dict[str, str]]:
             return scores, {}
         results = json.loads(beside.read_bytes("results.json"))
         size, parts = results["image_size"], {**results["stages"], "total": results["total"]}
-        return scores, {part: f"{found['uniform']:g} of {size}x{size} pixels" for part, found in parts.items()}
+        pixels = f"{size}x{size} pixels with a raw entropy of {results['raw_entropy']:.4f}"
+        return scores, {part: f"{found['uniform']:g} bits/dim of {pixels}" for part, found in parts.items()}
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--compare {place}: {error}") from error
+        raise UserError(f"--compare {mask_uris(place)}: {error}") from error
 
 
 def list_sources() -> int:

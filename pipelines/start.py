@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from PIL import Image
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from data_prep.files import FULL_DISK, Store, UserError, join, naming_full_disk, open_store
@@ -25,7 +26,7 @@ from pipelines.config import SAMPLE_IMAGES, SCORE_IMAGES, ExperimentConfig, User
 from pipelines.dag import plan as planning
 from pipelines.dag import run as running
 from pipelines.dag.attempts import ERROR
-from pipelines.dag.masking import mask_uris
+from pipelines.dag.masking import mask, mask_uris
 from pipelines.dag.node import Node
 from pipelines.dag.progress import Display
 from pipelines.dag.run import BLOCKED, FAILED, NodeReport
@@ -125,7 +126,7 @@ def _ledger(
     """With the run of this launch, which is named by the config, by what was changed of it and by the nodes chosen."""
     ledger = tracking.Ledger(uri, experiment=config.name, run_folder=store.uri)
     changed = [word for word in overrides if not word.startswith(("storage=", "tracking.", "resources."))]
-    name = " ".join([config.name, *changed, *options])[:250]  # longer ones are refused by some databases
+    name = mask(" ".join([config.name, *changed, *options]))[:250]  # longer ones are refused by some databases
     ledger.start_pipeline(
         tags={"config": config.name, "git_commit": cluster.git_commit(), tracking.NAME: name},
         params=dict(word.split("=", 1) for word in changed),  # the nodes' runs have their sections of the config
@@ -235,7 +236,7 @@ def publish(uris: Mapping[str, str], store: Store) -> dict[str, str]:
 def bits_table(results: Mapping) -> Table:
     """Exact bits/dim beside what a histogram of the training pixels and a uniform distribution need."""
     size, count = results["image_size"], results["num_images"]
-    table = Table(title=f"bits/dim on {count} test images of {results['dataset']} {size}x{size}", min_width=60)
+    table = Table(title=f"bits/dim on {count} test images of {escape(results['dataset'])} {size}x{size}", min_width=60)
     table.add_column("part")
     for column in ("this model", "standard error", "histogram", "uniform"):
         table.add_column(column, justify="right")
@@ -281,19 +282,19 @@ def check_photos(config: ExperimentConfig) -> None:
     store = run_folder(config)
     made_from, now = _roots(store, config)
     if made_from not in (None, now):
-        raise UserError(
-            f"{store.uri} was made from data.root={made_from}, this command has data.root={now}: use "
-            f"--config {shlex.quote(store.uri_of(MARKER))} to go on with those photos, "
-            "or data.root=... to say that you mean others"
-        )
+        what = f"{store.uri} was made from data.root={made_from}, this command has data.root={now}"
+        if store.is_local:
+            what += f"; --config {shlex.quote(store.uri_of(MARKER))} goes on with those photos"
+        raise UserError(f"{what}; data.root=... says which you mean")
 
 
 def nodes_of(config: ExperimentConfig, store: Store, *, images: UserImages | None = None) -> list[Node]:
     """The config's nodes. A run folder whose photos are gone since does with the dataset that it has."""
     made_from, now = _roots(store, config)
     nodes = pipeline.nodes(config, images=images, may_be_gone=made_from == now)
-    if (root := config.data.root) is not None and store.is_local:
-        if Path(store.uri).is_relative_to(open_store(root).uri):
+    if (root := config.data.root) is not None:
+        photos = open_store(root)
+        if photos.is_local == store.is_local and Path(store.base).is_relative_to(photos.base):
             raise UserError(f"storage: {store.uri} is below data.root, {root}; its pictures would be taken for photos")
     return nodes
 
@@ -321,6 +322,16 @@ def accessing(store: Store, *, what: str = "read the run folder") -> Iterator[No
             raise
         why = "nothing is there" if isinstance(error, FileNotFoundError) else error.strerror or error
         raise UserError(f"cannot {what} {store.uri}: {why}") from error
+
+
+@contextlib.contextmanager
+def removed_if_interrupted(target: Store) -> Iterator[None]:
+    """Of a command that writes only where nothing is: the same command can then start over."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        target.delete()
+        raise
 
 
 @contextlib.contextmanager

@@ -117,9 +117,19 @@ def make_client(uri: str) -> MlflowClient:
     if (file := sqlite_file(uri)) is None:
         return MlflowClient(tracking_uri=uri)
     with ExclusiveFileLock(str(file.with_suffix(".lock"))):  # one process makes the tables of a new database
+        if not file.exists() or not file.stat().st_size:  # half of the tables, after a kill, could not be completed
+            new = Path(f"{file}.new")
+            new.unlink(missing_ok=True)
+            MlflowClient(tracking_uri=f"{uri}.new")
+            new.replace(file)
         client = MlflowClient(tracking_uri=uri)
         _follow_move(file.absolute())
         return client
+
+
+def _finish(client: MlflowClient, run_id: str) -> None:
+    if client.get_run(run_id).info.status != "FINISHED":
+        client.set_terminated(run_id, "FINISHED")
 
 
 def _follow_move(file: Path) -> None:
@@ -388,6 +398,8 @@ class Ledger:
         """Child run of a skipped node: no numbers, only a pointer to the run that made its output."""
         self.start_node(node, tags={**tags, "reused_run": reused_run or "unknown"}, params={})
         self.finish(node, "FINISHED")
+        if reused_run:  # its launch may have died before it could say so
+            self._send(lambda client: _finish(client, reused_run))
 
     def show(self, node: str, picture: Picture, png: bytes) -> None:
         """Adds a picture to the run of a node, or to the run that it names."""

@@ -158,7 +158,8 @@ def _reusable(node: Node, made: Iterable[Success], parts: Mapping[str, Any]) -> 
     """(KEEP, EXTEND or why neither, finished output): the best of those that differ in their config alone."""
     if node.reuse is None:
         return "", None
-    alike = [s for s in made if {**s.ingredients, "config": None} == {**parts, "config": None}]
+    # What --keep adopted was made under another config than it says; the original may still be alike.
+    alike = [s for s in made if not s.adopted and {**s.ingredients, "config": None} == {**parts, "config": None}]
     found = [(node.reuse(success.ingredients["config"], parts["config"]), success) for success in alike]
     return max(found, key=lambda each: (each[0] == KEEP, each[0] == EXTEND, each[0] != ""), default=("", None))
 

@@ -125,8 +125,9 @@ def run(context: NodeContext[EvaluateNodeConfig]) -> NodeResult:
         pq.write_table(scores.table(), streams[PER_IMAGE])
     total = results["total"]
     metrics = {f"test/bits_per_dim/{name}": part["bits_per_dim"] for name, part in {**parts, "total": total}.items()}
+    metrics["test/bits_per_dim"] = total["bits_per_dim"]
     with context.run.open() as run:
-        run.log_metrics({"test/bits_per_dim": total["bits_per_dim"], **metrics})
+        run.log_metrics(metrics)
         run.log_text(json.dumps(results, indent=1), RESULTS)
         run.log_dataset(dataset, resolution=size, bits=8, split="test", context="test")
     test_set = dataset.split_digest(resolution=size, bits=8, split="test")

@@ -12,6 +12,7 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 
@@ -75,9 +76,9 @@ def add_version(client: MlflowClient, run_id: str, model: StageModel) -> None:
 
 def attempts_with_alias(uri: str, *, experiment: str) -> set[str]:
     """Attempts that trained or scored a model version with an alias. Raises UserError if MLflow does not say."""
-    if (file := sqlite_file(uri)) and not file.exists():
-        return set()
     try:
+        if (file := sqlite_file(uri)) and not file.exists():
+            raise FileNotFoundError("the file does not exist")
         check_usable(uri)
         client = make_client(uri)
         models = client.search_registered_models(filter_string=f"name LIKE '{experiment}.%'", max_results=1000)
@@ -99,13 +100,20 @@ def judge(model: StageModel, champion: dict[str, str] | None) -> tuple[bool, str
         if champion.get(key) != own:
             return False, f"not compared: the champion's {key} is {champion.get(key)}, this one's {own}"
     try:
-        theirs, ours = read_scores(champion["scores"]), read_scores(model.scores)
+        theirs, ours = read_scores(_reachable(champion["scores"], model.scores)), read_scores(model.scores)
         gain, error = paired_difference(theirs, ours, model.stage)
-    except (OSError, ValueError, KeyError) as problem:
+    except (OSError, ValueError, KeyError, UserError) as problem:
         return False, f"champion stays: the scores per image cannot be compared ({problem}); delete the alias?"
     moves = gain > 2 * error
     found = f"this version gains {gain:.6f} bits/dim, and two standard errors are {2 * error:.6f}"
     return moves, f"champion: {found}" if moves else f"champion stays: {found}"
+
+
+def _reachable(plain: str, own: str) -> str:
+    """A file's URI with the login and the options of `own` if both are in one bucket: tags have neither."""
+    theirs, ours = urlsplit(plain), urlsplit(own)
+    same = theirs.scheme and (theirs.scheme, theirs.netloc) == (ours.scheme, ours.netloc.rpartition("@")[2])
+    return ours._replace(path=theirs.path).geturl() if same else plain
 
 
 def read_scores(uri: str) -> pa.Table:

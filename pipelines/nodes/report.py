@@ -48,7 +48,7 @@ def run(context: NodeContext[ReportNodeConfig]) -> NodeResult:
     manifest = open_dataset(context.inputs["prepare_data"].place("dataset")).manifest
     store = open_store(context.inputs["sample"].place("samples"))
     pictures = {stage: store.read_bytes(f"{stage}.png") for stage in stages}
-    title = f"{escape(config.name)}: multidimensional upscaling"
+    title = f"{escape(config.name)}: {', '.join(stages)}"
     page = "".join(
         [
             f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>',

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from toy.diamond import seal
+from toy.diamond import carry_out, seal
 
 from data_prep.config import SPLITS
 from data_prep.files import Store, UserError, open_store
@@ -123,6 +123,8 @@ def test_settings_keep_a_training_extend_it_or_say_why_it_begins_anew(project: P
     assert project.plan()[TRAINS[0]].extends is not None
     assert trains("num_steps=1")[1].startswith(f"{change}1; from the beginning, because a shorter training ")
     assert trains("batch_size=2")[1] == "config changed: train.batch_size 8 -> 2"
+    carry_out(project.plan(only=TRAINS, keep=TRAINS))
+    assert "extends" not in trains("batch_size=2", "num_steps=1000")[1], "what --keep took was not trained so"
     project.nodes = pipeline.nodes(load("debug", ["train.schedule=linear"]))
     seal(project.plan(), project.files)
     _, reason = trains("num_steps=1000", "schedule=linear")

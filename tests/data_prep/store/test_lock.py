@@ -159,6 +159,13 @@ def test_another_machine_without_heartbeats_is_dead_whatever_its_clock_says(
     assert printed == "" if ahead < 0 else printed.startswith(f"waiting up to {STALE_SEC - WATCH_SEC:.0f} s for ")
 
 
+def test_machines_of_one_name_are_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As clones of one image are: the first set of pids has the same number on each of them."""
+    here = module._place()
+    monkeypatch.setattr(Path, "read_text", lambda self: "another machine's boot")
+    assert module._place() != here
+
+
 def test_a_lock_that_is_released_while_it_is_watched_is_free(store: Store) -> None:
     clock = Clock()
     clock.then = lambda _: store.delete("run.lock") if token(store) == "other" else None

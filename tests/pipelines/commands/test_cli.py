@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from toy.diamond import seal
+from toy.diamond import carry_out, seal
 
 from data_prep.files import UserError, open_store
 from data_prep.lock import Lock
@@ -154,8 +154,8 @@ def test_forgotten_overrides_never_bring_other_photos_into_a_run_folder(
     code, out, err = command("full_multidim.py", look)
     assert (code, out) == (2, "")
     assert err == (
-        f"error: {file.parent} was made from data.root={photos}, this command has data.root=None: use --config {file} "
-        "to go on with those photos, or data.root=... to say that you mean others\n"
+        f"error: {file.parent} was made from data.root={photos}, this command has data.root=None; --config {file} "
+        "goes on with those photos; data.root=... says which you mean\n"
     )
     for meant in (str(photos), "null"):
         assert command("full_multidim.py", look, f"data.root={meant}")[0] == 0
@@ -167,6 +167,16 @@ def test_a_run_folder_among_the_photos_is_refused(command: Command, tmp_path: Pa
     folder = tmp_path / "runs/debug"
     assert code == 2
     assert err == (f"error: storage: {folder} is below data.root, {tmp_path}; its pictures would be taken for photos\n")
+
+
+def test_scores_that_were_kept_are_not_exported(command: Command, tmp_path: Path) -> None:
+    """They may be those of other networks."""
+    store = open_store(tmp_path / "runs/debug")
+    seal(plan(pipeline.nodes(load("debug")), store, sources=pipeline.SOURCES))
+    changed = pipeline.nodes(load("debug", ["evaluate.batch_size=5"]))
+    carry_out(plan(changed, store, sources=pipeline.SOURCES, only=["evaluate"], keep=["evaluate"]))
+    code, _, err = command("full_multidim.py", "evaluate.batch_size=5", "--export", str(tmp_path / "out"))
+    assert code == 2 and err.startswith("error: --export: evaluate was kept by --keep, so its scores may be ")
 
 
 def test_photos_that_are_gone_are_not_missed_once_the_dataset_is_built(command: Command, tmp_path: Path) -> None:

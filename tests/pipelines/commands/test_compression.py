@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from toy.diamond import seal
 
-from data_prep.files import UserError, open_store
+from data_prep.files import Store, UserError, open_store
 from pipelines import cli, compression, pipeline
 from pipelines.compression import MAGIC, Header, pack, unpack
 from pipelines.config import stage_model_config, stage_names, train_node
@@ -104,6 +104,22 @@ def test_the_test_split_comes_back_under_its_names(call, coded: bytes, tmp_path:
     found = pictures(tmp_path / "out")
     assert sorted(found) == NAMES
     assert all(np.array_equal(found[name], image) for name, image in zip(NAMES, TEST.values(), strict=True))
+
+
+def test_an_interrupted_command_leaves_nothing_in_its_way(
+    call, coded: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stops(*arguments: Any, **_: Any) -> int:
+        (target,) = (each for each in arguments if isinstance(each, Store))
+        target.write_bytes("image.png", b"half")
+        raise KeyboardInterrupt
+
+    (tmp_path / "file").write_bytes(coded)
+    for command, word in (("compress", "split=test"), ("decompress", tmp_path / "file")):
+        monkeypatch.setattr(compression, command, stops)
+        code, _, err = call(f"{command}.py", word, f"out={tmp_path / command}")
+        assert (code, err) == (130, "interrupted; the same command starts over\n")
+        assert not (tmp_path / command).exists()
 
 
 SYSTEMS = {

@@ -5,6 +5,7 @@ python -m pytest tests/pipelines/commands/test_start.py
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from toy.diamond import SOURCES
 from toy.nodes import Toy
 
 from data_prep.files import UserError, open_store
-from pipelines import cluster, pipeline
+from pipelines import cluster, pipeline, start
 from pipelines.dag.node import Node
+from pipelines.loading import load
 from pipelines.start import check_run_folder
 
 Command = Callable[..., tuple[int, str, str]]
@@ -65,6 +67,15 @@ def test_exit_codes_of_a_start(
     assert "seed: 0" in (folder / "config.yaml").read_text(), "a mistake is not what a run folder goes on with"
     assert code == 2 and err.endswith("\nerror: first: the folder is empty\n")
     assert "[first] FAILED" in out and "was not started" not in out
+
+
+def test_a_run_folder_among_the_photos_of_a_bucket_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "_roots", lambda *_: (None, ""))
+    monkeypatch.setattr(pipeline, "nodes", lambda *_, **__: [])
+    store = open_store("s3://bucket/runs/debug?region=eu")
+    for root, refused in (("s3://bucket?region=eu", True), ("s3://bucket/photos?region=eu", False), ("/bucket", False)):
+        with pytest.raises(UserError, match="is below data.root") if refused else contextlib.nullcontext():
+            start.nodes_of(load("debug", [f"data.root={root}"]), store)
 
 
 @pytest.mark.parametrize("content", ["just text", "seed: 1", "name: [1, 2", "\x00"])

@@ -14,6 +14,7 @@ from data_prep.lock import Lock
 from pipelines import inspection, loading, pipeline, tracking
 from pipelines.dag import status
 from pipelines.dag.node import Node
+from pipelines.nodes import registry
 
 NEW = {"left": {"config": Toy("new")}}
 
@@ -131,10 +132,11 @@ def toy_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 def test_the_list_is_dry_and_yes_deletes(
-    toy_pipeline: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    toy_pipeline: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = loading.load("debug", [f"storage={tmp_path / 'runs'}"])
     before = toy_pipeline.walk()
+    monkeypatch.setattr(registry, "attempts_with_alias", lambda *_, **__: set())
     assert inspection.collect_garbage(chosen, delete=False) == 0
     listed = capsys.readouterr().out.splitlines()
     assert toy_pipeline.walk() == before and len(listed) == 4
@@ -160,6 +162,12 @@ def test_nothing_is_deleted_while_mlflow_does_not_say_what_has_an_alias(
 ) -> None:
     before = len(toy_pipeline.walk("nodes"))
     chosen = loading.load("debug", [f"storage={tmp_path / 'runs'}"])
+    with pytest.raises(UserError, match="does not say which model versions have an alias .the file does not exist"):
+        inspection.collect_garbage(chosen, delete=True)
+    toy_pipeline.write_text("config.yaml", "name: debug\ntracking: {uri: http://host:5000}\n")
+    with pytest.raises(UserError, match="the last launch had tracking.uri=http://host:5000, this command has None"):
+        inspection.collect_garbage(chosen, delete=True)
+    toy_pipeline.write_text("config.yaml", "name: debug\n")
     toy_pipeline.write_text("mlflow.db", "damaged" * 100)
     monkeypatch.setattr(tracking, "make_client", lambda uri: pytest.fail("MLflow would try again for minutes"))
     with pytest.raises(UserError, match="does not say which model versions have an alias .file is not a database"):

@@ -18,11 +18,12 @@ import pytest
 import torch
 from toy.context import context
 
-from pipelines import cli
+from data_prep.files import UserError
+from pipelines import cli, inspection
 from pipelines.config import EvaluateNodeConfig, NodeResources
 from pipelines.dag.node import NodeOutput
 from pipelines.dag.progress import Reporter
-from pipelines.nodes import evaluate
+from pipelines.nodes import evaluate, registry
 from pipelines.nodes.evaluate import ScoringJob, ScoringWorker, score
 from pipelines.nodes.histogram import count_values, histogram_nats
 from pipelines.nodes.trained import load_stages
@@ -162,20 +163,36 @@ def test_runs_are_compared_image_by_image(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_parts_that_score_other_values_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Other slices or bits of the same images, as the results beside the scores say."""
-    for name, uniform in (("a", 2.25), ("b", 3)):
+    """Other slices or bits of the same images, or other pixels, as the results beside the scores say."""
+    for name, uniform, entropy in (("a", 2.25, 7.5), ("b", 3, 7.5), ("c", 2.25, 7.4)):
         (tmp_path / name).mkdir()
         scores_file(tmp_path / name / "per_image.parquet", "abc", [1.0, 2.0, 3.0], size_upscale=[1.0, 2.0, 3.0])
-        parts = {"stages": {"size_upscale": {"uniform": uniform}}, "total": {"uniform": 8}}
+        parts = {"stages": {"size_upscale": {"uniform": uniform}}, "total": {"uniform": 8}, "raw_entropy": entropy}
         (tmp_path / name / "results.json").write_text(json.dumps({"image_size": 16, **parts}))
-    places = [word for name in "ab" for word in ("--compare", str(tmp_path / name / "per_image.parquet"))]
-    assert cli.main(places, prog="evaluate.py") == 0
-    lines = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
-    assert "total 2.0000 2.0000 +0.0000 0.0000" in lines
-    (other,) = (line for line in lines if "size_upscale" in line)
-    assert other.endswith(
-        "is not compared: uniform distributions need other bits/dim, A 2.25 of 16x16 pixels, B 3 of 16x16 pixels"
+
+    def lines(*names: str) -> list[str]:
+        places = [word for name in names for word in ("--compare", str(tmp_path / name / "per_image.parquet"))]
+        assert cli.main(places, prog="evaluate.py") == 0
+        return [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
+
+    whole, pixels = "total 2.0000 2.0000 +0.0000 0.0000", "16x16 pixels with a raw entropy of 7.5000"
+    found = lines("a", "b")
+    (other,) = (line for line in found if "size_upscale" in line)
+    assert whole in found and other.endswith(
+        f"it scores other bits, slices or pixels, A 2.25 bits/dim of {pixels}, B 3 bits/dim of {pixels}"
     )
+    found = lines("a", "c")
+    assert whole not in found and sum("is not compared: it scores other" in line for line in found) == 2
+
+
+def test_a_file_of_scores_may_have_options_in_its_uri(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(place: str) -> None:
+        raise OSError("stop")
+
+    monkeypatch.setattr(registry, "read_scores", stop)
+    uri = "s3://key:secret@bucket/per_image.parquet?region=eu"
+    with pytest.raises(UserError, match=r"^--compare s3://(?!key:secret).*per_image.parquet.*: stop$"):
+        inspection.compare([uri, uri])
 
 
 def test_scores_of_other_images_and_runs_without_scores_are_refused(

@@ -20,6 +20,7 @@ from pipelines.nodes.registry import (
     CHAMPION,
     FIRST_GIVEN,
     StageModel,
+    _reachable,
     add_version,
     attempts_with_alias,
     judge,
@@ -55,6 +56,7 @@ def scored(folder: Path, attempt: str, scores: list[float], *, stage: str = "siz
         ({"scores": [0.9, 0.4, 0.5]}, False, "champion stays: this version gains -0.1"),
         ({"scores": "/nowhere/e2/per_image.parquet"}, False, "champion stays: the scores per image cannot be compared"),
         ({"scores": [0.1]}, False, "champion stays: the scores per image cannot be compared"),
+        ({"scores": "ftp://x/y.parquet"}, False, "champion stays: the scores per image cannot be compared"),
         ({"test_set": "bbbb"}, False, "not compared: the champion's test_set is aaaa"),
         (
             {"test_bits_per_dim": 0.1, "scored_dims": "64px S=2 bits 0+8"},
@@ -72,6 +74,13 @@ def test_the_champion_moves_for_a_gain_beyond_two_standard_errors_on_the_same_im
         changes = changes | {"scores": scored(tmp_path, "e2", changes["scores"])}
     moved, reason = judge(dataclasses.replace(champion, attempt="1", **changes), dataclasses.asdict(champion))
     assert moved == moves and why in reason
+
+
+def test_a_champion_in_the_same_bucket_is_read_with_the_same_login_and_options() -> None:
+    own = "s3://key:secret@bucket/new/x.parquet?region=eu"
+    assert _reachable("s3://bucket/old/x.parquet", own) == "s3://key:secret@bucket/old/x.parquet?region=eu"
+    for other in ("s3://elsewhere/x.parquet", "/a b#c?/x.parquet"):
+        assert _reachable(other, own) == _reachable(other, "/d#e/x.parquet") == other
 
 
 @pytest.fixture(scope="module")

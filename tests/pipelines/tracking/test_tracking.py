@@ -277,11 +277,27 @@ def test_the_experiment_has_a_view_of_the_stages_that_people_may_change(place: P
     assert client(ledger).get_experiment(make_ledger(place).experiment_id).tags["mlflow.note.content"] == "mine"
 
 
+def test_a_launch_killed_while_the_tables_are_made_breaks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A database appears with all its tables; MLflow could not complete some of them."""
+    (file := tmp_path / "mlflow.db").touch()
+    with contextlib.closing(sqlite3.connect(f"{file}.new")) as left:
+        left.execute("CREATE TABLE spans (x INTEGER)")
+    empty, replace = [], Path.replace
+    monkeypatch.setattr(
+        Path, "replace", lambda new, target: empty.append(not file.stat().st_size) or replace(new, target)
+    )
+    found = tracking.make_client(f"sqlite:///{file}").search_experiments()
+    assert empty == [True] and [experiment.name for experiment in found] == ["Default"]
+
+
 def test_runs_of_a_killed_driver_are_closed_and_the_unfinished_one_continues(place: Path) -> None:
     killed = make_ledger(place)
     handle = killed.start_node("train_a", tags={"attempt": "1"}, params={"a": 1})
     with handle.open() as run:
         run.log_metrics({"x": 1.0}, step=1)
+    made = killed.start_node("train_b", tags={}, params={})  # its output was finished, its run was not
     neighbour = make_ledger(place, run_folder="/runs/other")
     ledger = make_ledger(place)
     status = {run_id: client(ledger).get_run(run_id).info.status for run_id in (handle.run_id, killed.parent.run_id)}
@@ -296,6 +312,9 @@ def test_runs_of_a_killed_driver_are_closed_and_the_unfinished_one_continues(pla
     assert found.info.status == "RUNNING" and found.data.tags[PARENT_TAG] == ledger.parent.run_id
     ledger.finish("train_a", "FINISHED")
     assert history(ledger, again.run_id, "x") == [(1, 1.0), (2, 2.0)]
+    assert client(ledger).get_run(made.run_id).info.status == "KILLED"
+    ledger.reuse_node("train_b", tags={}, reused_run=made.run_id)
+    assert client(ledger).get_run(made.run_id).info.status == "FINISHED"
     for left in (ledger, neighbour):
         left.close("FINISHED")
 
