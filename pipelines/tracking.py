@@ -127,11 +127,6 @@ def make_client(uri: str) -> MlflowClient:
         return client
 
 
-def _finish(client: MlflowClient, run_id: str) -> None:
-    if client.get_run(run_id).info.status != "FINISHED":
-        client.set_terminated(run_id, "FINISHED")
-
-
 def _follow_move(file: Path) -> None:
     """A database that was moved or copied with its folder holds addresses in the old one: now they are in this one."""
     new = file.parent
@@ -398,8 +393,13 @@ class Ledger:
         """Child run of a skipped node: no numbers, only a pointer to the run that made its output."""
         self.start_node(node, tags={**tags, "reused_run": reused_run or "unknown"}, params={})
         self.finish(node, "FINISHED")
-        if reused_run:  # its launch may have died before it could say so
-            self._send(lambda client: _finish(client, reused_run))
+        query = f"attributes.run_id = '{reused_run}' and attributes.status != 'FINISHED'"
+
+        def finish_late(client: MlflowClient) -> None:
+            for run in client.search_runs([self.experiment_id], query):  # its launch died before it could say so
+                client.set_terminated(run.info.run_id, "FINISHED")
+
+        self._send(finish_late)
 
     def show(self, node: str, picture: Picture, png: bytes) -> None:
         """Adds a picture to the run of a node, or to the run that it names."""

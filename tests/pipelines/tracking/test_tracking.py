@@ -292,7 +292,9 @@ def test_a_launch_killed_while_the_tables_are_made_breaks_nothing(
     assert empty == [True] and [experiment.name for experiment in found] == ["Default"]
 
 
-def test_runs_of_a_killed_driver_are_closed_and_the_unfinished_one_continues(place: Path) -> None:
+def test_runs_of_a_killed_driver_are_closed_and_the_unfinished_one_continues(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     killed = make_ledger(place)
     handle = killed.start_node("train_a", tags={"attempt": "1"}, params={"a": 1})
     with handle.open() as run:
@@ -314,7 +316,8 @@ def test_runs_of_a_killed_driver_are_closed_and_the_unfinished_one_continues(pla
     assert history(ledger, again.run_id, "x") == [(1, 1.0), (2, 2.0)]
     assert client(ledger).get_run(made.run_id).info.status == "KILLED"
     ledger.reuse_node("train_b", tags={}, reused_run=made.run_id)
-    assert client(ledger).get_run(made.run_id).info.status == "FINISHED"
+    ledger.reuse_node("train_c", tags={}, reused_run="of a database that is gone")
+    assert client(ledger).get_run(made.run_id).info.status == "FINISHED" and not caplog.records
     for left in (ledger, neighbour):
         left.close("FINISHED")
 
