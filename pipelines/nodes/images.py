@@ -182,7 +182,7 @@ def for_scoring(config: ExperimentConfig) -> UserImages:
         raise UserError(f"sample.{key} is {value}; it is for sample.py: evaluate.py scores images as they are")
     size, bits, stages = config.data.image_size, config.bits[-1], stage_names(config)
     _check_bits(config.image_bits, bits)
-    keys, values, num_fitted = _read(config, side=size, what=f"the model scores {size}x{size} images", bits=bits)
+    keys, values, num_fitted = _read(config, side=size, what=f"the model takes {size}x{size} images", bits=bits)
     return UserImages(SCORE_IMAGES, keys, values, bits, tuple(stages), num_fitted)
 
 

@@ -276,7 +276,7 @@ MISTAKES = {
     "out=NEW split=tset": "compress.py takes either images=",
     "out=NEW split=test images=a.png": "compress.py takes either images=",
     "out=HERE split=test": "HERE exists; remove it or choose another name",
-    "out=NEW images=5.png": "5.png is 5x5; the model scores 4x4 images, 8-bit RGB",
+    "out=NEW images=5.png": "5.png is 5x5; the model takes 4x4 images, 8-bit RGB",
     "out=NEW splitt=test": "splitt",
 }
 

@@ -198,7 +198,7 @@ def test_other_modes_are_refused(text, tmp_path):
 
 
 WRONG = {  # "node, side of the image, settings": message
-    "evaluate 15 image_fit=exact": "a.png is 15x15; the model scores 16x16 images, 8-bit RGB",
+    "evaluate 15 image_fit=exact": "a.png is 15x15; the model takes 16x16 images, 8-bit RGB",
     "evaluate 16 image_fit=exakt": "image_fit is 'exakt'; it must be data or exact",
     "evaluate 16 image_bits=3": "image_bits is 3; the model takes images of 8 bits\n",
     f"evaluate 16 {DEEPEN}": "sample.use is depth_upscale; it is for sample.py: evaluate.py scores images as they "
@@ -257,7 +257,7 @@ def test_files_that_are_no_images_or_not_there(tmp_path):
 def test_all_images_that_cannot_be_used_are_told_at_once(tmp_path):
     for number in range(5):
         (tmp_path / f"{number}.png").write_text("no image")
-    with pytest.raises(UserError, match=r"0.png cannot be read .*1.png .*2.png [^;]*; and 2 more; the model scores"):
+    with pytest.raises(UserError, match=r"0.png cannot be read .*1.png .*2.png [^;]*; and 2 more; the model takes"):
         images.for_scoring(config(tmp_path))
 
 
