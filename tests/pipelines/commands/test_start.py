@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from toy.diamond import SOURCES
 from toy.nodes import Toy
 
 from data_prep.files import UserError, open_store
-from pipelines import cluster, pipeline, start
+from pipelines import cluster, pipeline, start, tracking
 from pipelines.dag.node import Node
 from pipelines.loading import load
 from pipelines.start import check_run_folder
@@ -67,6 +68,16 @@ def test_exit_codes_of_a_start(
     assert "seed: 0" in (folder / "config.yaml").read_text(), "a mistake is not what a run folder goes on with"
     assert code == 2 and err.endswith("\nerror: first: the folder is empty\n")
     assert "[first] FAILED" in out and "was not started" not in out
+
+
+def test_no_part_of_a_login_is_left_in_a_name_that_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    ledger = SimpleNamespace(start_pipeline=lambda tags, **_: names.append(tags[tracking.NAME]))
+    monkeypatch.setattr(tracking, "Ledger", lambda *_, **__: ledger)
+    for long in range(220, 250, 3):
+        words = [f"data.dataset={'x' * (long - 19)}", "data.root=s3://AKIA:SECRET@bucket"]
+        start._ledger(load("debug"), open_store(tmp_path), "", words, [])
+    assert len(set(names)) == 10 and not any("AKI" in name or len(name) > 250 for name in names)
 
 
 def test_a_run_folder_among_the_photos_of_a_bucket_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

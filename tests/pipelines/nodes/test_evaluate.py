@@ -117,6 +117,7 @@ def test_results(networks, dataset, exact, tmp_path: Path, monkeypatch: pytest.M
         assert np.mean(part["channels"]) * dims == pytest.approx(part["bits_per_dim"])
     total = sum(exact.values())
     assert results["total"]["bits_per_dim"] == pytest.approx(total.mean(), rel=1e-6)
+    assert metrics["test/bits_per_dim"] == results["total"]["bits_per_dim"], "sent again by the driver, as its parts"
     assert results["total"]["standard_error"] == pytest.approx(total.std(ddof=1) / NUM**0.5, rel=1e-5)
     nats = histogram_nats(1 + count_values(TRAIN), count_values(TEST), given_bits=0, num_bits=6)
     assert results["total"]["histogram"] == pytest.approx(nats / np.log(2) / TEST.size)
