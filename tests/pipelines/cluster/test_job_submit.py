@@ -140,6 +140,7 @@ def head() -> Iterator[Head]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DATA_USE_DATASOURCE_V2": "0",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        "RAY_JOB_STOP_WAIT_TIME_S": "60",  # until SIGKILL; on busy cores MLflow needs more than 3
         "SPN_TEST_RAY": str(folder),
     }
     flags = ["--dashboard-port", "--ray-client-server-port", "--dashboard-agent-listen-port", "--metrics-export-port"]
