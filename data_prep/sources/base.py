@@ -161,7 +161,7 @@ class Layout(Protocol):
         """The items in a listing of these files alone; there is at least one."""
 
     def read_block(self, stream: pa.NativeFile, item: Item) -> Sequence[Any]:
-        """The rows of the item's block: bytes, None where there are none. Raises UnusableSource."""
+        """The rows of the item's block: bytes, or {"bytes": ..., "path": ...}. Raises UnusableSource."""
 
 
 def layout(name: str) -> Layout:
@@ -259,6 +259,17 @@ def refuse_bomb(unfolded: int, *, stored: int, where: str) -> None:
     if unfolded > max(MAX_UNFOLDED_BYTES, _MAX_UNFOLDING * stored):
         message = f"{where}: {stored} bytes unfold to at least {unfolded}; {MAX_UNFOLDED_BYTES} are allowed"
         raise UnusableSource("decompression_bomb", message)
+
+
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """(a number of at most 64 bits, its end) as protocol buffers and Thrift write it. Raises ArrowInvalid."""
+    value = shift = 0
+    while at < len(data) and shift < 64:
+        value |= (data[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 128:
+            return value & (1 << 64) - 1, at
+    raise pa.ArrowInvalid("a number ends outside of its message")
 
 
 # ---- the listing ---------------------------------------------------------------------------------------------------
@@ -386,11 +397,15 @@ class Reader:
             self._block = self._layout.read_block(stream, item)
             self._block_place = (item.path, block)
         assert item.row is not None
-        data = self._block[item.row]
+        row = self._block[item.row]
+        if not isinstance(row, pa.Scalar):
+            return bytes(row)
+        image = row.as_py()
+        data = image["bytes"] if isinstance(image, dict) else image
         if data is None:
             raise UnusableImage("missing_bytes", "the row has no bytes; a file that it may name is not read")
         _refuse_large(len(data))
-        return bytes(data)
+        return data
 
     def _opened(self, path: str) -> pa.NativeFile:
         with readable(path):

@@ -28,6 +28,7 @@ from data_prep.sources.base import (
     check_series,
     choose_side,
     splits_of,
+    varint,
 )
 
 LAYOUT = """one folder of numbered images (data256x256/00001.jpg, 1024 px PNG or JPEG), with split glow, glow_records,
@@ -148,11 +149,11 @@ def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
     """(field number, its bytes) of a message; a number's bytes are its varint."""
     at = 0
     while at < len(data):
-        tag, at = _varint(data, at)
+        tag, at = varint(data, at)
         if tag & 7 == 2:
-            size, at = _varint(data, at)
+            size, at = varint(data, at)
         else:
-            size = {1: 8, 5: 4}.get(tag & 7) or _varint(data, at)[1] - at
+            size = {1: 8, 5: 4}.get(tag & 7) or varint(data, at)[1] - at
         if at + size > len(data):
             raise ValueError("a field ends outside of its message")
         yield tag >> 3, data[at : at + size]
@@ -162,19 +163,8 @@ def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
 def _integers(data: bytes) -> Iterator[int]:
     at = 0
     while at < len(data):
-        value, at = _varint(data, at)
+        value, at = varint(data, at)
         yield value - (1 << 64) if value >> 63 else value
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """(a number of at most 64 bits, its end) as protocol buffers write it. Raises ValueError."""
-    value = shift = 0
-    while at < len(data) and shift < 64:
-        value |= (data[at] & 127) << shift
-        at, shift = at + 1, shift + 7
-        if data[at - 1] < 128:
-            return value & (1 << 64) - 1, at
-    raise ValueError("a number ends outside of its message")
 
 
 def masked_crc32c(data: bytes) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,6 +27,7 @@ from data_prep.sources.base import (
     check_series,
     refuse_bomb,
     splits_of,
+    varint,
 )
 
 LAYOUT = "train-00000-of-00294.parquet, ... with column image (bytes and path of a file) and maybe label"
@@ -35,6 +35,7 @@ COUNT = "any"
 
 _USUAL = ("image", "img")  # columns that are used although there are others
 
+_BATCH_BYTES = 64 << 20
 _MIN_ROW_BYTES = 8  # of the file for each row; the smallest image has more
 
 
@@ -89,48 +90,89 @@ def _add_rows(
     found: Index, file: pq.ParquetFile, stream: pa.NativeFile, path: str, split: str | None, column: str
 ) -> None:
     has_label = "label" in file.schema_arrow.names
-    is_number = has_label and pa.types.is_primitive(file.schema_arrow.field("label").type)
     number = 0
     for block in range(file.num_row_groups):
         num_rows = file.metadata.row_group(block).num_rows
-        labels: list[Any] = [None] * num_rows
-        if has_label:
-            labels = _column(file, stream, block, "label", path, rows_at_once=65_536 if is_number else 1)
+        labels = _column(file, stream, block, "label", path).to_pylist() if has_label else [None] * num_rows
         for row, label in enumerate(labels):
             key, label = f"{path}#{number:07d}", None if label == -1 else label
             found.items.append(Item(key, path, 0, block=block, row=row, label=label, split=split, column=column))
             number += 1
 
 
-def read_block(stream: pa.NativeFile, item: Item) -> list[bytes | None]:
-    """The images of the item's row group."""
+def read_block(stream: pa.NativeFile, item: Item) -> pa.ChunkedArray:
+    """The image column of the item's row group."""
     with _damage_named(f"{item.path}: row group {item.block}"):  # its pages: the index reads none of this column
         file = _open(stream, item.path)
         assert item.column is not None and item.block is not None
-        if not pa.types.is_struct(file.schema_arrow.field(item.column).type):
-            return _column(file, stream, item.block, item.column, item.path)
-        structs = _column(file, stream, item.block, f"{item.column}.bytes", item.path)
-        return [struct and struct["bytes"] for struct in structs]
+        is_struct = pa.types.is_struct(file.schema_arrow.field(item.column).type)
+        return _column(file, stream, item.block, item.column + (".bytes" if is_struct else ""), item.path)
 
 
-def _column(
-    file: pq.ParquetFile, stream: pa.NativeFile, block: int, name: str, path: str, *, rows_at_once: int = 1
-) -> list[Any]:
-    """The values of one column of a row group, or of a field of one. Raises UnusableSource decompression_bomb.
-
-    Row by row: a large value that is stored once may be in every row, and the footer need not say so.
-    """
+def _column(file: pq.ParquetFile, stream: pa.NativeFile, block: int, name: str, path: str) -> pa.ChunkedArray:
+    """One column of a row group, or a field of one, read in small batches: a value that is stored once may be in every
+    row. Raises UnusableSource decompression_bomb."""
     where = f"{path}: row group {block}"
     group = file.metadata.row_group(block)
     chunks = [chunk for i in range(group.num_columns) if (chunk := group.column(i)).path_in_schema == name]
     stored = min(stream.size(), sum(chunk.total_compressed_size for chunk in chunks))
-    refuse_bomb(sum(chunk.total_uncompressed_size for chunk in chunks), stored=stored, where=where)
-    values, num_bytes = list[Any](), 0
-    for batch in file.iter_batches(rows_at_once, row_groups=[block], columns=[name], use_threads=False):
+    unfolded = sum(_unfolded(stream, chunk) for chunk in chunks)
+    refuse_bomb(unfolded, stored=stored, where=where)
+    rows = min(65_536, max(1, _BATCH_BYTES // max(1, unfolded)))  # no value is larger than all that is stored
+    columns, num_bytes = [], 0
+    for batch in file.iter_batches(rows, row_groups=[block], columns=[name], use_threads=False):
+        columns.append(batch.column(0))
         num_bytes += batch.nbytes
         refuse_bomb(num_bytes, stored=stored, where=where)
-        values += batch.column(0).to_pylist()
-    return values
+    return pa.chunked_array(columns, columns[0].type if columns else file.schema_arrow.field(name).type)
+
+
+def _unfolded(stream: pa.NativeFile, chunk: pq.ColumnChunkMetaData) -> int:
+    """Bytes of a column chunk's pages by their own headers, which the reader goes by; a footer may say less."""
+    if chunk.compression == "UNCOMPRESSED":
+        return chunk.total_compressed_size
+    at = min(chunk.dictionary_page_offset or chunk.data_page_offset, chunk.data_page_offset)
+    end, total = min(stream.size(), at + chunk.total_compressed_size), 0
+    while at < end:
+        header, size = _page_header(stream, at, end)
+        total += header.get(2, 0)
+        at += size + max(0, header.get(3, 0))
+    return total
+
+
+def _page_header(stream: pa.NativeFile, at: int, end: int) -> tuple[dict[int, int], int]:
+    """(numbers by field: 2 is the unfolded size, 3 the stored one; bytes of the header)."""
+    for num_bytes in (1 << 12, 1 << 24):  # its statistics may hold whole values
+        try:
+            return _thrift_struct(stream.read_at(min(num_bytes, end - at), at), 0)
+        except (IndexError, RecursionError, pa.ArrowInvalid):
+            continue
+    raise pa.ArrowInvalid("a page's header is damaged")
+
+
+def _thrift_struct(data: bytes, at: int) -> tuple[dict[int, int], int]:
+    """(integers by field, end) of a structure in Thrift's compact protocol, without lists, as in page headers."""
+    found: dict[int, int] = {}
+    number = 0
+    while head := data[at]:
+        kind, step, at = head & 15, head >> 4, at + 1
+        if not step:
+            step, at = varint(data, at)
+            step, number = step >> 1, 0
+        number += step
+        if kind in (4, 5, 6):
+            value, at = varint(data, at)
+            found[number] = (value >> 1) ^ -(value & 1)
+        elif kind == 8:
+            size, at = varint(data, at)
+            at += size
+        elif kind == 12:
+            at = _thrift_struct(data, at)[1]
+        elif kind in (3, 7):
+            at += 1 if kind == 3 else 8
+        elif kind not in (1, 2):
+            raise pa.ArrowInvalid("a page's header is damaged")
+    return found, at + 1
 
 
 def _refuse_rows(file: pq.ParquetFile, num_bytes: int, path: str) -> None:
