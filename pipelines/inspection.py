@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from data_prep.files import UserError, join, open_store, parent, printable
+from data_prep.files import Store, UserError, join, open_store, parent, printable
 from data_prep.lock import Lock
 from data_prep.parquet import open_dataset
 from data_prep.verify import counts, verify
@@ -83,13 +83,7 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
         with accessing(store):
             plan = plan_of(config, store)
             if found := status.find_garbage(plan):  # else there is no need to ask MLflow
-                own, made = mask_uris(str(config.tracking.uri)), check_run_folder(store, name=config.name)
-                if (made_with := str((made.get("tracking") or {}).get("uri"))) != own:
-                    what = f"the last launch had tracking.uri={made_with}, this command has {own}"
-                    raise UserError(f"--gc: {what}: only that MLflow knows which models are in use")
-                uri = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
-                named = registry.attempts_with_alias(uri, experiment=config.name)
-                found = status.find_garbage(plan, named=named)
+                found = status.find_garbage(plan, named=_attempts_in_use(config, store))
         sizes = [sum(file.bytes for file in store.walk(each.folder)) for each in found]
         print(f"run folder: {store.uri}")
         for a, size in zip(found, sizes, strict=True):
@@ -99,6 +93,16 @@ def collect_garbage(config: ExperimentConfig, *, delete: bool) -> int:
     what = f"{len(found)} attempt{'' if len(found) == 1 else 's'}, {sum(sizes):,} bytes"
     print(f"deleted: {what}" if delete else f"to be deleted by --gc --yes: {what}")
     return DONE
+
+
+def _attempts_in_use(config: ExperimentConfig, store: Store) -> set[str]:
+    """Attempts whose model version has an alias. Raises UserError for another MLflow than the last launch had."""
+    own, made = mask_uris(str(config.tracking.uri)), check_run_folder(store, name=config.name)
+    if (made_with := str((made.get("tracking") or {}).get("uri"))) != own:
+        what = f"the last launch had tracking.uri={made_with}, this command has {own}"
+        raise UserError(f"--gc: {what}: only that MLflow knows which models are in use")
+    uri = tracking.default_uri(store, name=config.name, configured=config.tracking.uri)
+    return registry.attempts_with_alias(uri, experiment=config.name)
 
 
 def export(config: ExperimentConfig, where: str) -> int:
@@ -167,7 +171,7 @@ def compare(places: Sequence[str]) -> int:
     if first.column("key") != second.column("key"):
         raise UserError(f"--compare: {places[0]} and {places[1]} score different images")
     table = Table(title=f"bits/dim of {len(first)} images", caption=escape(f"A: {places[0]}\nB: {places[1]}"))
-    others = dict[str, str]()  # parts in which they score other bits or slices, or images of another size
+    others = dict[str, str]()  # parts in which they score other bits, slices or pixels
     for column in ("part", "A", "B", "A - B", "standard error"):
         table.add_column(column, justify="left" if column == "part" else "right")
     for part in (name for name in first.column_names[1:] if name in second.column_names):
@@ -185,7 +189,8 @@ def compare(places: Sequence[str]) -> int:
 
 def _per_image(place: str) -> tuple[pa.Table, dict[str, str]]:
     """Scores of a file, or of a run folder's newest `evaluate`; and what each part scores, if results.json lies there:
-    the size of the images, and the bits/dim of a uniform distribution, which say how many bits of how many slices."""
+    the size and entropy of the images, and the bits/dim of a uniform distribution, which say how many bits of how many
+    slices."""
     try:
         if not parent(place)[1].endswith(".parquet"):
             store = open_store(place)
