@@ -8,7 +8,7 @@ A variant is a chain of networks that share the seconds; on images of 8 bits and
 
     paper, modern                        the decoder alone on whole images: the paper's of 144M parameters with RMSProp;
                                          recipe modern, 43M, with Muon
-    spn_paper, spn_modern                an SPN of four slices at 3 bits, 46M and 32M
+    spn_paper, spn_modern                an SPN of four slices at 3 bits, 46M and 42M
     paper_SYSTEM, modern_SYSTEM          the paper's systems, each chain of 43M to 47M parameters in all. SYSTEM:
                                          baseline (paper_baseline only; its modern counterpart is `modern`), spn2,
                                          spn4 (S = 2, 4), spn2_depth (3 bits, then 5), multidim (first slice, the
@@ -125,7 +125,7 @@ def variants(size: int) -> dict[str, Variant]:
         "modern": whole("modern", modern(10, conv=384)),
         "spn_paper": Variant((network("size_upscale", 3, paper(5, 15, (6, 5))),), SETTINGS["paper"]),
         "spn_modern": Variant(
-            (network("size_upscale", 3, modern(3, 2, conv=384)),),
+            (network("size_upscale", 3, modern(5, 3, conv=384)),),
             {**SETTINGS["modern"], "learning_rate": 0.014, "adamw_learning_rate": 0.003},
         ),
         "paper_baseline": whole("paper", paper(8, 15)),
