@@ -185,7 +185,6 @@ class ScoringJob:
 def score(job: ScoringJob, num_images: int, *, progress: Reporter) -> Scores:
     """Scores the chunks that are not on storage yet and returns what all came to."""
     store, batch = open_store(job.out), job.config.batch_size
-    store.remove_temporaries()
     scores, todo = Scores(load_stage_configs(job.inputs, job.config.stages)), list[range]()
     for start in range(0, num_images, batch):
         rows = range(start, min(start + batch, num_images))
@@ -199,6 +198,7 @@ def score(job: ScoringJob, num_images: int, *, progress: Reporter) -> Scores:
             scores.add(rows, table)
             total = scores.of("total")
             progress.update(len(total), num_images, unit="images", note=f"{total.mean():.3f} bits/dim")
+    store.remove_temporaries()
     return scores
 
 

@@ -134,7 +134,6 @@ def draw(job: Job, images: Chunk, *, progress: Reporter) -> list[Chunk]:
     What is finished stays on storage whatever happens. Raises UserError if not even one image fits into a GPU.
     """
     store, configs = open_store(job.out), load_stage_configs(job.inputs, job.config.stages)
-    store.remove_temporaries()
     resources, pixels_each = job.config.resources, pixels_to_draw(job, configs)
     total = pixels_each * len(images.keys)
     share = -(-len(images.keys) // resources.num_workers)
@@ -161,6 +160,7 @@ def draw(job: Job, images: Chunk, *, progress: Reporter) -> list[Chunk]:
         start_workers(len(todo))
         for chunk in each(workers, "draw", todo):
             _part(progress, chunk).update(pixels_each * len(chunk.keys), total, unit="pixels")
+    store.remove_temporaries()
     return chunks
 
 

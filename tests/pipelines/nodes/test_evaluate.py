@@ -76,11 +76,18 @@ def test_a_later_start_scores_what_is_missing_or_damaged(job, monkeypatch: pytes
     cut = Path(files, names[2])
     cut.write_bytes(cut.read_bytes()[:-40])
     done, real = list[range](), ScoringWorker.score
-    monkeypatch.setattr(ScoringWorker, "score", lambda worker, rows: done.append(rows) or real(worker, rows))
+
+    def counted(worker: ScoringWorker, rows: range) -> Any:
+        Path(files, f"{names[0]}.tmp-0123abcd-1").write_bytes(b"half")  # as a worker leaves it that is killed and replaced
+        done.append(rows)
+        return real(worker, rows)
+
+    monkeypatch.setattr(ScoringWorker, "score", counted)
     reads, real_read = list[range](), evaluate._finished
     monkeypatch.setattr(evaluate, "_finished", lambda store, rows: reads.append(rows) or real_read(store, rows))
     assert score(job(), NUM, progress=Reporter("evaluate")).table() == before
     assert done == [range(0, 3), range(6, 7)] and reads == [range(0, 3), range(3, 6), range(6, 7)], "each once"
+    assert sorted(file.name for file in files.iterdir()) == names
 
 
 def test_several_workers_score_the_same(job, ray_in_this_process: list[Any]) -> None:

@@ -142,18 +142,19 @@ def test_nothing_is_started_when_all_is_there(drawn, job, monkeypatch: pytest.Mo
 def test_a_killed_worker_is_replaced_and_nothing_changes(
     drawn, job, ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL when the first chunk is there: what the worker had to draw is drawn by another process."""
-    killed, part = list[int](), sample._part
+    """SIGKILL when the first chunk is there: what the worker had to draw is drawn by another process, and the file that
+    it may have been writing is gone in the end."""
+    killed, part, one = list[int](), sample._part, job("killed", 2)
 
     def kill_one(*arguments: Any) -> Reporter:
         workers = [] if killed else [process for process in raylet_children() if "DrawingWorker" in process.name()]
         for process in workers[:1]:
             process.kill()
             killed.append(process.pid)
+            Path(one.out, f"{PARQUET}/samples-00001-of-00006.parquet.tmp-0123abcd-{process.pid}").write_bytes(b"half")
         return part(*arguments)
 
     monkeypatch.setattr(sample, "_part", kill_one)  # in this process: the driver, once a chunk is finished
-    one = job("killed", 2)
     draw(one, TWELVE, progress=Reporter("sample"))
     assert killed and content(one.out) == drawn[1]
 
