@@ -78,7 +78,7 @@ def test_a_later_start_scores_what_is_missing_or_damaged(job, monkeypatch: pytes
     done, real = list[range](), ScoringWorker.score
 
     def counted(worker: ScoringWorker, rows: range) -> Any:
-        Path(files, f"{names[0]}.tmp-0123abcd-1").write_bytes(b"half")  # as a worker leaves it that is killed and replaced
+        Path(files, f"{names[0]}.tmp-0123abcd-1").write_bytes(b"half")  # as a killed worker leaves it
         done.append(rows)
         return real(worker, rows)
 
